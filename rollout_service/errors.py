@@ -1,44 +1,4 @@
-"""Every error the service raises, and the HTTP status each becomes.
-
-    RolloutServiceError
-    ├── InvalidRequest            422  well-formed, but not supported: the message has an alternative
-    │   ├── InvalidManifest       422  names, shapes, dtypes or layout differ from the served model's
-    │   ├── QuantizationError     422  a tensor that cannot be quantized (NaN, infinity)
-    │   ├── DigestMismatch        422  bytes do not hash to the digest sent with them
-    │   ├── InvalidDelta          422  changes of a tensor that do not decode, or result in a wrong tensor
-    │   └── BadRequest            400  not supported; on routes that OpenAI or Anthropic define, which use 400
-    │       └── ContextTooLong    400  a prompt and its completion do not fit the model's context
-    ├── MalformedRequest          400  not JSON, or cut off
-    ├── Unauthorized              401  bearer token missing or wrong
-    ├── Forbidden                 403  not allowed: non-loopback without a token, path outside the allowed roots
-    ├── NotFound                  404  no such version, part or route
-    ├── VersionConflict           409  other bytes under the same version, or a version that is not newer
-    ├── DeltaBaseGone             409  the base version of a delta is not in the log, or differs: push all tensors
-    ├── TableUnknown              409  a table of tensors that the ingest does not have: announce the tensors
-    ├── UploadIncomplete          409  commit before every part arrived
-    ├── NotShared                 409  a trainer's memory that the ingest cannot open: send the bytes instead
-    ├── Overtaken                 409  a pause, resume, sleep or wake-up that a later request replaced
-    ├── Asleep                    409  the engines have released their memory: wake them first
-    ├── WeightTransferFailed      409  a broadcast that cannot be received or committed: join a group or start again
-    ├── SampleGone                410  a sample of Tinker's SDK that the gateway does not have
-    ├── PayloadTooLarge           413  a part larger than its declared size
-    ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
-    │   └── VersionNotServed      409  no replica serves what ``weight_version`` asks for
-    ├── TooManySamples            429  too many open samples of Tinker's SDK: retry later
-    ├── Overloaded                503  a memory limit is reached, such as that of the gateway's queue: retry later.
-    │   │                              Between gateway and replica: the replica is full, and the call waits
-    │   └── KVCacheFull           503  between gateway and replica: older sessions need the KV cache's memory
-    ├── NotReady                  503  no live replica, or the service is still starting
-    │   ├── LogUnreadable         503  the log cannot be read just now
-    │   └── DeploymentFailed      500  a process of the service failed with an unexpected error
-    ├── LogLocked                 503  another process writes this weight log
-    ├── CommitTimeout             504  committed, but not live on every replica in time
-    ├── InsufficientStorage       507  the disk is full: the message has the needed and the free bytes
-    ├── MemoryTaken               503  an engine should wake, and its memory is in use
-    ├── LogCorrupt                500  the weight log on disk does not match its manifest
-    ├── NonFiniteLogprob          500  the engine sampled a token whose logprob is not finite
-    ├── KVCacheUnfit              500  FP8 is not accurate enough for keys or values of the named layers
-    └── EngineFailed              500  vLLM died or an update left it unusable: the replica restarts
+"""Every error the service raises, and the HTTP status each becomes (a table in docs/http.md).
 
 Between processes errors are pickled; HTTP has ``{"error": {"type", "message", "detail"}}``, from which ``from_wire``
 creates the same class on the client.

@@ -18,7 +18,7 @@ from benchmarks.common.paths import CPU_DEPLOYMENT
 from benchmarks.faults.load import CONCURRENCY
 from benchmarks.faults.update_marker import marked_updates
 from rollout_service.client import RolloutClient
-from rollout_service.client._retry import error_of
+from rollout_service.client._http import error_of
 from rollout_service.errors import RolloutServiceError
 from rollout_service.local import LocalService, running_service
 from rollout_service.protocol.fleet import Fleet

@@ -44,7 +44,6 @@ from benchmarks.rollout.roofline import roofline
 from benchmarks.rollout.turns import SHORT, Sample, sampled
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
-from rollout_service.fleet.autoscaling import KV_USAGE
 from rollout_service.model.served_model import ServedModel
 
 RESULT = "rollout_decode_step"
@@ -188,7 +187,7 @@ async def _profile(engine: EngineAdapter, trial: Trial) -> Json:
     block: int = engine._llm.vllm_config.cache_config.block_size
 
     def own() -> float:
-        pages = engine.scheduler.load(sequences)[KV_USAGE] * engine.kv_cache_tokens / block
+        pages = engine.scheduler.load(sequences, 0).kv_cache_usage * engine.kv_cache_tokens / block
         return own_tokens(pages, [len(prompt) for prompt in work.prompts], sequences, block)
 
     await prepare(engine)  # after the runs by the clock, which it could slow down

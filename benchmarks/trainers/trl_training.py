@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from benchmarks.common.command import Options, run
 from benchmarks.trainers.addition import problems, reward
 from benchmarks.trainers.sides import TrainingOptions
-from rollout_service.correction.mismatch import measure_mismatch
+from rollout_service.correction import measure_mismatch
 
 if TYPE_CHECKING:
     from trl import GRPOConfig

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_service.cli.output import command, complain, fail, read_token
+from rollout_service.cli.output import command, complain, fail, service_at
 
 if TYPE_CHECKING:
     from rollout_service.protocol.weights import WeightStatus
@@ -14,11 +14,7 @@ if TYPE_CHECKING:
     from rollout_service.store.manifest import Manifest
 
 HELP = "List and check a log of weight versions on disk, or make a service go back to an older version."
-app = typer.Typer(
-    help=HELP,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 Root = Annotated[
     Path,
@@ -100,24 +96,16 @@ def rollback(
 
     Every replica serves that version when the command ends.
     """
-    import httpx
     from pydantic import TypeAdapter, ValidationError
 
-    from rollout_service.client import SyncRolloutClient
-    from rollout_service.errors import RolloutServiceError
     from rollout_service.protocol.base import KnownVersion
 
     try:
         wanted: int | str = TypeAdapter(KnownVersion).validate_python(to)
     except ValidationError:
         fail(f"--to {to!r} is neither the number of a version nor a label")
-    try:
-        with SyncRolloutClient(url, token=read_token(token_file), retries=1) as client:
-            status = client.rollback(wanted)
-    except (RolloutServiceError, ValueError) as error:
-        fail(error)
-    except httpx.TransportError as error:
-        fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
+    with service_at(url, token_file) as client:
+        status = client.rollback(wanted)
     typer.echo(f"version {status.version} is the newest: {len(status.replicas)} replicas know{_label_column(status)}")
 
 

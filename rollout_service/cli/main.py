@@ -8,13 +8,12 @@ import typer
 
 import rollout_service
 from rollout_service.cli import log
-from rollout_service.cli.output import command, complain, fail, problems_of, read_token
+from rollout_service.cli.output import command, complain, fail, needs_engine, problems_of, service_at
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
     from rich.table import Table
 
-    from rollout_service.cli.serve import KeptToGpus, Prepared
     from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 
 app = typer.Typer(
@@ -69,12 +68,12 @@ def serve(
     deployments/cpu_rollout.yaml does. Runs the checks of doctor first. For other settings: --print-config > FILE, edit
     FILE, serve run FILE.
     """
+    import subprocess
+
     from rollout_service.config import ModelConfig
 
-    try:
+    with needs_engine("serve"):
         from rollout_service.cli import machine, serve
-    except ModuleNotFoundError as error:
-        fail(f"serve needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
     try:
         prepared = serve.Prepared.of(
             serve.deployment(
@@ -93,28 +92,15 @@ def serve(
             complain(f"this would not start: {problem.found}")
         typer.echo(serve.as_yaml(prepared.document), nl=False)
         return
-    kept = _keep_to_gpus(prepared, gpus)
-    if problems := kept.prepared.problems():
-        fail("\n  ".join(["this would not work, and nothing was started:", *map(str, problems)]))
-    for line in (*kept.lines, kept.prepared.choices()):
-        complain(line)
-    serve.run(kept.prepared.document, gpus=len(kept.gpus), named=gpus is not None)
-
-
-def _keep_to_gpus(prepared: "Prepared", gpus: str | None) -> "KeptToGpus":
-    """Return the deployment on the GPUs of ``--gpus``, else on those with enough free memory."""
-    import subprocess
-
-    from rollout_service.cli import serve
-
-    if not prepared.plan.on_gpus:
-        if gpus is not None:
-            fail("--gpus: engines run on the CPU here: leave it out")
-        return serve.KeptToGpus(prepared, (), ())
     try:
-        return serve.keep_to_gpus(prepared, None if gpus is None else serve.gpu_indices(gpus))
+        prepared, chosen, lines = serve.keep_to_gpus(prepared, gpus)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         fail(error)
+    if problems := prepared.problems():
+        fail("\n  ".join(["this would not work, and nothing was started:", *map(str, problems)]))
+    for line in (*lines, prepared.choices()):
+        complain(line)
+    serve.run(prepared.document, gpus=len(chosen), named=gpus is not None)
 
 
 @command(app)
@@ -186,10 +172,8 @@ def inspect(
 
     from rollout_service.config import ModelConfig, QuantConfig
 
-    try:
+    with needs_engine("inspect"):
         from rollout_service.cli.inspect_model import inspect_model, print_report
-    except ModuleNotFoundError as error:
-        fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
     try:
         source = ModelConfig(path=model, revision=revision)
         quant = QuantConfig(weights=weights.value, skip=tuple(skip or ()), indivisible=indivisible.value)
@@ -220,11 +204,9 @@ def doctor(
 
     from rollout_service.config import deployment_file
 
-    try:
+    with needs_engine("doctor"):
         from rollout_service.cli import machine
         from rollout_service.cli.checks import Plan, problems, with_model
-    except ModuleNotFoundError as error:
-        fail(f"doctor needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
     if path is None:
         path = deployment_file.GPU if machine.engines_on_gpus() else deployment_file.CPU
     try:
@@ -246,19 +228,10 @@ def fleet(
     ca_file: Annotated[Path | None, typer.Option(help="File of the authorities to trust an https address by.")] = None,
 ) -> None:
     """Show the replicas: the weight version that each serves, its load, and the time of its last update."""
-    import httpx
     from rich.console import Console
 
-    from rollout_service.client import SyncRolloutClient
-    from rollout_service.errors import RolloutServiceError
-
-    try:
-        with SyncRolloutClient(url, token=read_token(token_file), retries=1, ca_file=ca_file) as client:
-            table = _fleet_table(client.fleet())
-    except (RolloutServiceError, ValueError) as error:
-        fail(error)
-    except httpx.TransportError as error:
-        fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
+    with service_at(url, token_file, ca_file) as client:
+        table = _fleet_table(client.fleet())
     Console().print(table)
 
 
@@ -281,8 +254,7 @@ def _fleet_table(fleet: "Fleet") -> "Table":
     table.add_column("error")
     for replica in fleet.replicas:
         table.add_row(*_fleet_row(replica))
-    lines = [*_groups(fleet), *_adapters(fleet), *_attention(fleet), *_kv_caches(fleet), *_failed_starts(fleet)]
-    table.caption = escape("\n".join(lines))
+    table.caption = escape("\n".join([*_groups(fleet), *_adapters(fleet), *_engines(fleet)]))
     return table
 
 
@@ -314,25 +286,17 @@ def _adapters(fleet: "Fleet") -> list[str]:
     ]
 
 
-def _attention(fleet: "Fleet") -> list[str]:
-    """Return a line for each kind of attention in the fleet, with the reason for it."""
-    found = [replica.attention for replica in fleet.replicas if replica.attention is not None]
-    return sorted({f"attention {' and '.join(each.backends)}: {each.why}" for each in found})
-
-
-def _kv_caches(fleet: "Fleet") -> list[str]:
-    """Return a line for each kind of KV cache in the fleet, with the reason for it."""
-    choices = [replica.kv_cache.choice for replica in fleet.replicas if replica.kv_cache is not None]
-    return sorted({f"KV cache {choice.dtype}: {choice.why}" for choice in choices})
-
-
-def _failed_starts(fleet: "Fleet") -> list[str]:
-    """Return the number of failed starts, and the error of the first one."""
-    failed = fleet.failed_starts
-    if failed is None:
-        return []
-    since = "; one went well since" if failed.over else ""
-    return [f"{failed.tries} failed starts{since}; the first, of {failed.first.replica_id}: {failed.first.reason}"]
+def _engines(fleet: "Fleet") -> list[str]:
+    """Return a line for each kind of attention and KV cache, with the reason for it, and one for failed starts."""
+    attention = [each.attention for each in fleet.replicas if each.attention is not None]
+    caches = [each.kv_cache.choice for each in fleet.replicas if each.kv_cache is not None]
+    lines = sorted({f"attention {' and '.join(each.backends)}: {each.why}" for each in attention})
+    lines += sorted({f"KV cache {choice.dtype}: {choice.why}" for choice in caches})
+    if (failed := fleet.failed_starts) is not None:
+        since = "; one went well since" if failed.over else ""
+        first = failed.first
+        lines.append(f"{failed.tries} failed starts{since}; the first, of {first.replica_id}: {first.reason}")
+    return lines
 
 
 def _fleet_row(replica: "ReplicaStatus") -> list[str]:

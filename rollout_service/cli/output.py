@@ -1,6 +1,7 @@
-"""Error output of the ``rollout-service`` commands."""
+"""Errors of the ``rollout-service`` commands in plain words."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -8,6 +9,8 @@ import typer
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+    from rollout_service.client import SyncRolloutClient
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -28,8 +31,33 @@ def fail(message: object) -> NoReturn:
     raise typer.Exit(1)
 
 
-def read_token(file: Path | None) -> str | None:
-    """Return the bearer token in a file; None without one. Ends the command if it cannot be read."""
+@contextmanager
+def needs_engine(command: str) -> Iterator[None]:
+    """Name the package to install if an import within the context finds no engine."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        fail(f"{command} needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
+
+
+@contextmanager
+def service_at(url: str, token_file: Path | None, ca_file: Path | None = None) -> "Iterator[SyncRolloutClient]":
+    """Connect to a service; the command fails with the error of any request within the context."""
+    import httpx
+
+    from rollout_service.client import SyncRolloutClient
+    from rollout_service.errors import RolloutServiceError
+
+    try:
+        with SyncRolloutClient(url, token=_read_token(token_file), retries=1, ca_file=ca_file) as client:
+            yield client
+    except (RolloutServiceError, ValueError) as error:
+        fail(error)
+    except httpx.TransportError as error:
+        fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
+
+
+def _read_token(file: Path | None) -> str | None:
     from rollout_service.protocol.base import is_token
 
     if file is None:

@@ -5,11 +5,14 @@ import os
 import re
 import signal
 import threading
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import NoReturn
 
+import httpx
 import typer
 import yaml
 
@@ -22,11 +25,17 @@ from rollout_service.gpu import nvidia_smi
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.model.hub import pinned, require_room, with_model_here
 from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.fleet import Fleet
 from rollout_service.store.log import WeightLog
 from rollout_service.store.log_place import log_place
 
 _REPLICAS = re.compile(r"(\d+)(?:-(\d+))?")
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+LOOK_S = 1.0
+"""Time in seconds between two looks."""
+REPEAT_S = 30.0
+"""Time in seconds after which an unchanged line is repeated."""
+_ANSWER_S = 2.0
 
 
 def replica_bounds(text: str) -> tuple[int, int]:
@@ -133,42 +142,33 @@ class Prepared:
         return []
 
 
-def gpu_indices(text: str) -> tuple[int, ...]:
-    """Parse ``--gpus``, such as ``0,1``. Raises ValueError."""
-    if re.fullmatch(r"\d+(,\d+)*", text) is None:
-        raise ValueError(f"--gpus {text}: give the indices that nvidia-smi shows, such as 0,1")
-    return tuple(sorted({int(index) for index in text.split(",")}))
-
-
-@dataclass(frozen=True)
-class KeptToGpus:
-    """A deployment, and the GPUs of this machine that were chosen for it."""
-
-    prepared: Prepared
-    """Has no more replicas than fit on these GPUs."""
-    gpus: tuple[int, ...]
-    """Indices of the GPUs that engines may use; empty: none is usable, and the checks report why."""
-    lines: tuple[str, ...]
-    """Messages about the choice for the user."""
-
-
-def keep_to_gpus(prepared: Prepared, asked: tuple[int, ...] | None) -> KeptToGpus:
+def keep_to_gpus(prepared: Prepared, asked: str | None) -> tuple[Prepared, tuple[int, ...], list[str]]:
     """Choose the GPUs of engines, for this process and the Ray that it starts: ``CUDA_VISIBLE_DEVICES``.
 
-    ``asked``: ``--gpus``; None: all with enough free memory. Raises ValueError if one of ``asked`` does not exist or
-    has too little memory, OSError or subprocess.TimeoutExpired if nvidia-smi fails.
+    ``asked``: ``--gpus``; None: all with enough free memory. Return the deployment with no more replicas than fit, the
+    indices of the GPUs (none for engines on the CPU, or if none is usable, which the checks report), and messages.
+    Raises ValueError if one of ``asked`` does not exist or has too little memory, OSError or subprocess.TimeoutExpired
+    if nvidia-smi fails.
     """
-    plan, here = prepared.plan, nvidia_smi.visible_gpus()
+    plan = prepared.plan
+    if asked is not None and not plan.on_gpus:
+        raise ValueError("--gpus: engines run on the CPU here: leave it out")
+    if not plan.on_gpus:
+        return prepared, (), []
+    if asked is not None and re.fullmatch(r"\d+(,\d+)*", asked) is None:
+        raise ValueError(f"--gpus {asked}: give the indices that nvidia-smi shows, such as 0,1")
+    here = nvidia_smi.visible_gpus()
     known = {gpu.index for gpu in here}
-    if missing := [str(index) for index in asked or () if index not in known]:
+    wanted = known if asked is None else set(map(int, asked.split(",")))
+    if missing := sorted(wanted - known):
         there = ", ".join(map(str, sorted(known))) or "none"
-        raise ValueError(f"--gpus: this machine has no GPU {', '.join(missing)}: name some of {there}")
+        raise ValueError(f"--gpus: this machine has no GPU {', '.join(map(str, missing))}: name some of {there}")
     in_use = nvidia_smi.find_taken(here, nvidia_smi.holders(), plan.config.engine.gpu_memory_utilization)
-    if asked is not None and (wrong := [f"GPU {index}: {in_use[index]}" for index in asked if index in in_use]):
+    if asked is not None and (wrong := [f"GPU {index}: {in_use[index]}" for index in sorted(wanted & in_use.keys())]):
         raise ValueError(f"--gpus: {'; '.join(wrong)}: end that process, or name other GPUs")
-    used = sorted(known - in_use.keys()) if asked is None else list(asked)
+    used = tuple(sorted(wanted - in_use.keys()))
     if not used:
-        return KeptToGpus(prepared, (), ())
+        return prepared, (), []
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, used))  # noqa: TID251 - Ray takes its GPUs from there
     lines = [f"engines use GPU {', '.join(map(str, used))}"]
     lines += [f"GPU {index} is left alone: {why}" for index, why in in_use.items()]
@@ -179,7 +179,7 @@ def keep_to_gpus(prepared: Prepared, asked: tuple[int, ...] | None) -> KeptToGpu
         args["scaling"] = args["scaling"] | {"max_replicas": most}
         scaling = scaling.model_copy(update={"max_replicas": most})
         plan = replace(plan, config=plan.config.model_copy(update={"scaling": scaling}))
-    return KeptToGpus(replace(prepared, plan=plan), tuple(used), tuple(lines))
+    return replace(prepared, plan=plan), used, lines
 
 
 def as_yaml(document: Document) -> str:
@@ -197,7 +197,6 @@ def run(document: Document, *, gpus: int = 0, named: bool = False) -> NoReturn:
     import ray
     from ray import serve
 
-    from rollout_service.cli.start_progress import look_at_start, progress_lines
     from rollout_service.local import APPLICATION, ServiceNotStarted, deploy, start_ray
 
     plan, status = Plan.of(document), _INTERRUPTED
@@ -256,3 +255,58 @@ Ctrl-C ends it.
 
 def _end(signum: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(_TERMINATED)
+
+
+@contextmanager
+def progress_lines(
+    look: Callable[[], str], say: Callable[[str], object], *, look_s: float = LOOK_S, repeat_s: float = REPEAT_S
+) -> Iterator[None]:
+    """Call ``say`` with the result of ``look`` after each change and every ``repeat_s``, until the block ends."""
+    started, ended = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        last, said_s = "", 0.0
+        while not ended.wait(look_s):
+            waits_for, now_s = look(), time.monotonic() - started
+            if waits_for and (waits_for != last or now_s - said_s >= repeat_s):
+                say(f"{now_s:.0f} s: {waits_for}")
+                last, said_s = waits_for, now_s
+
+    reporting = threading.Thread(target=report, name="start-progress", daemon=True)
+    reporting.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        reporting.join(_ANSWER_S)
+
+
+def look_at_start(url: str, application: str) -> str:
+    """Return what the service at ``url`` waits for: by Serve's status, and by its fleet once a gateway answers."""
+    from ray import serve
+
+    app = serve.status().applications.get(application)
+    if app is None:
+        return "Ray Serve starts"
+    starting = sorted(name for name, deployment in app.deployments.items() if deployment.status != "HEALTHY")
+    if "gateway" not in starting:  # before, Serve's proxy would hold the request, and log that it was given up
+        with suppress(httpx.TransportError):
+            reply = httpx.get(f"{url}/v1/fleet", timeout=_ANSWER_S, verify=False)  # no secret is sent or read
+            if reply.status_code == httpx.codes.OK:
+                return engines_wait_for(Fleet.model_validate_json(reply.content))
+    return f"starting: {', '.join(starting)}" if starting else ""
+
+
+def engines_wait_for(fleet: Fleet) -> str:
+    """Return what the first engine that does not serve waits for; "" if all serve."""
+    if not fleet.replicas:
+        return "the engine's process starts"
+    waiting = [replica for replica in fleet.replicas if replica.state not in ("ready", "asleep")]
+    if not waiting:
+        return ""
+    first, of = waiting[0], "" if len(fleet.replicas) == 1 else f" ({len(waiting)} of {len(fleet.replicas)} engines)"
+    if first.error is not None:
+        return f"{first.error}{of}"
+    if first.state == "starting":
+        return f"vLLM starts{of}; on a host's first start of a model it compiles for minutes"
+    return f"the engine loads version {fleet.latest_version}{of}"

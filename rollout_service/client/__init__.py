@@ -7,10 +7,10 @@
 ``SyncRolloutClient`` has the same methods without ``await``, for notebooks and code without an event loop.
 """
 
+from rollout_service.client._batch import BatchFailed, PartialBatch
 from rollout_service.client._client import RolloutClient
-from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRollout
-from rollout_service.client._score import Scores
-from rollout_service.client._stream import RolloutStream, StreamPiece
+from rollout_service.client._generate import Scores
+from rollout_service.client._stream import PartialRollout, RolloutStream, StreamPiece
 from rollout_service.client._sync import SyncRolloutClient
 
 __all__ = [

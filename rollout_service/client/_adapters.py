@@ -3,14 +3,13 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
-from rollout_service.client._http import Http, http_timeout, parse
-from rollout_service.client._retry import Repeat
+from rollout_service.client._http import Http, Repeat, http_timeout, parse
 from rollout_service.errors import InvalidRequest
 from rollout_service.protocol.adapters import (
     CONFIG_FILE,
@@ -86,12 +85,10 @@ class AdapterCalls:
 
         async def send(part: int) -> None:
             async with slots:
-                content = tensors[part * upload.part_bytes : (part + 1) * upload.part_bytes]
                 await self._control.send(
                     "PUT",
                     f"/v1/adapters/{name}/uploads/{upload.digest}/parts/{part}",
-                    content=_Once(content),
-                    headers={"Content-Length": str(len(content))},
+                    content=tensors[part * upload.part_bytes : (part + 1) * upload.part_bytes],
                     repeat=Repeat.IDEMPOTENT,
                 )
 
@@ -157,16 +154,6 @@ def _write_here(upload: AdapterUpload, begin: BeginAdapter, tensors: bytes) -> b
     except OSError:
         return False
     return True
-
-
-class _Once:
-    """A body that each attempt reads anew."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        yield self._content
 
 
 def _files_of(adapter: Any, config: Any) -> tuple[dict[str, Any], bytes]:

@@ -1,17 +1,19 @@
-"""Groups of completions, read as streams. A later call can continue the tokens of an unfinished group."""
+"""Batches of prompts: groups of completions, read as streams, which a later call can continue, and their failures."""
+
+from __future__ import annotations
 
 import asyncio
 import itertools
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import httpx
 
 from rollout_service.client._generate import Prompt, request_of, token_ids_of
 from rollout_service.client._http import Http
-from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRollout
-from rollout_service.client._stream import RolloutStream
+from rollout_service.client._stream import PartialRollout, RolloutStream
 from rollout_service.errors import (
     EngineFailed,
     InvalidRequest,
@@ -35,6 +37,60 @@ _VERSIONS = ("min_weight_version", "weight_version")
 """Options that say which weight version may answer."""
 _OF_ONE_PROMPT = (InvalidRequest, NonFiniteLogprob, EngineFailed)
 """Errors of a single prompt: the rest of the batch continues. Any other error ends the batch."""
+
+
+class PartialBatch(NamedTuple):
+    """The result of ``generate_batch(prompts, until=K)``. Both fields are keyed by the index in ``prompts``,
+    ascending."""
+
+    rollouts: dict[int, Rollout]
+    """The first K complete groups: every completion has ended by itself."""
+    partial: dict[int, PartialRollout]
+    """The other groups. Pass them to the next call, together with new prompts."""
+
+
+class BatchFailed(Exception):
+    """Raised when some prompts of ``generate_batch`` failed. It holds all completions generated so far.
+
+    The exception is also an instance of its first error's class, so that ``except ContextTooLong`` works.
+    """
+
+    rollouts: dict[int, Rollout]
+    """The complete rollouts, by index in ``prompts``."""
+    partial: dict[int, PartialRollout]
+    """With ``until``: the groups that can be continued, as in ``PartialBatch``."""
+    errors: dict[int, Exception]
+    """The error of each failed prompt. A prompt in none of the three fields was cancelled or never started."""
+    num_prompts: int
+
+    @classmethod
+    def of(
+        cls,
+        rollouts: Mapping[int, Rollout],
+        partial: Mapping[int, PartialRollout],
+        errors: Mapping[int, Exception],
+        num_prompts: int,
+    ) -> BatchFailed:
+        """Create the exception; ``errors`` holds at least one error, in order of occurrence."""
+        first = next(iter(errors.values()))
+        of_both: type[BatchFailed] = type(cls.__name__, (cls, type(first)), {"__module__": cls.__module__})
+        made = of_both.__new__(of_both)
+        vars(made).update(vars(first))  # attributes of the first error's class, such as ``detail``
+        made.rollouts, made.partial, made.errors = dict(rollouts), dict(partial), dict(errors)
+        made.num_prompts = num_prompts
+        return made
+
+    def __str__(self) -> str:
+        index, first = next(iter(self.errors.items()))
+        others = sorted(self.errors.keys() - {index})
+        also = f"; {len(others)} more prompts failed, see .errors" if others else ""
+        return (
+            f"prompt {index} of {self.num_prompts}, counted from 0: {first}{also}; the {len(self.rollouts)} rollouts "
+            "that are complete are in .rollouts"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BatchFailed.of, (self.rollouts, self.partial, self.errors, self.num_prompts)
 
 
 class Failures:

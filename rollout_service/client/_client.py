@@ -12,20 +12,36 @@ from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 import httpx
 
 from rollout_service.client._adapters import AdapterCalls
-from rollout_service.client._batch import Failures, Group, first_groups
+from rollout_service.client._batch import Failures, Group, PartialBatch, first_groups
 from rollout_service.client._control import CONTROL_CONNECTIONS, CONTROL_READ_S, ControlCalls
-from rollout_service.client._generate import GenerateOptions, Prompt, body_of, request_from, rollout_of, split_options
-from rollout_service.client._http import Http
+from rollout_service.client._generate import (
+    GenerateOptions,
+    Prompt,
+    ScoreOptions,
+    Scores,
+    body_of,
+    request_from,
+    rollout_of,
+    score_request,
+    scores_of,
+    split_options,
+)
+from rollout_service.client._http import Http, Repeat
 from rollout_service.client._mismatch import MismatchCalls
-from rollout_service.client._partial import PartialBatch, PartialRollout
-from rollout_service.client._push_options import PushOptions, require_push_options
-from rollout_service.client._retry import Repeat
-from rollout_service.client._score import ScoreOptions, Scores, score_request, scores_of
+from rollout_service.client._push import (
+    Push,
+    PushOptions,
+    Quantize,
+    Transport,
+    announcement,
+    named_scales,
+    require_push_options,
+)
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._shared_memory import MIN_SHARED_BYTES
-from rollout_service.client._stream import RolloutStream
+from rollout_service.client._stream import PartialRollout, RolloutStream
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, drain
-from rollout_service.client._upload import Quantize, Transport, Uploader, announcement, named_scales
+from rollout_service.client._upload import Uploader
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.rollout import Rollout
@@ -419,50 +435,32 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
         thread, scales = TensorThread(), named_scales(kv_scales)
 
-        async def push() -> WeightStatus | None:
+        async def run() -> WeightStatus | None:
             try:
                 source = await thread.call(TensorSource, named_tensors, tensor_table, self._table)
                 self._table = source.table
                 if not send:
                     await thread.call(drain, source)
                     return None
+                push = Push(
+                    version, source, thread, label, quantize, transport, scales, commit, parallel_parts, progress
+                )
                 if transport == "delta" or (
                     transport == "auto" and quantize == "trainer" and self._delta_is_better(source)
                 ):
-                    return await self._push_delta(
-                        version, source, thread, commit, label, scales, parallel_parts, progress
-                    )
-                number, sent = await self._uploader.send_tensors(
-                    version, source, thread, label=label, quantize=quantize or "service", transport=transport,
-                    kv_scales=scales, parallel_parts=parallel_parts, progress=progress,
-                )  # fmt: skip
+                    return await self._delta_pushes().push(push)
+                number, sent = await self._uploader.send_tensors(push)
             finally:
                 thread.close()
-            return await self._uploader.commit(number, commit.model_copy(update={"upload_digest": sent}))
+            return await self._uploader.commit(number, push.commit_of(sent))
 
-        return push()
-
-    async def _push_delta(
-        self,
-        version: NewVersion,
-        source: TensorSource,
-        thread: TensorThread,
-        commit: CommitUpload,
-        label: str | None,
-        kv_scales: dict[str, float] | None,
-        parallel_parts: int,
-        progress: Progress | None,
-    ) -> WeightStatus:
-        from rollout_service.client._delta import Push  # imports torch
-
-        push = Push(self._uploader, thread, commit, parallel_parts, progress)
-        return await self._delta_pushes().push(push, version, source, label, kv_scales)
+        return run()
 
     def _delta_pushes(self) -> DeltaPushes:
         from rollout_service.client._delta import DeltaPushes  # imports torch
 
         if self._deltas is None:
-            self._deltas = DeltaPushes()
+            self._deltas = DeltaPushes(self._uploader)
         return self._deltas
 
     def _delta_is_better(self, source: TensorSource) -> bool:

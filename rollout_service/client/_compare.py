@@ -36,8 +36,6 @@ logger = logging.getLogger("rollout_service.client")
 AT_ONCE_BYTES = 256 << 20
 """Maximum host memory in bytes of the pieces being compared and encoded."""
 
-_POSITION_BYTES = 4
-
 
 @dataclass(frozen=True, slots=True)
 class Changed:
@@ -63,11 +61,6 @@ def view_of(flat: torch.Tensor) -> memoryview:
     return data
 
 
-def digest_of(data: memoryview) -> str:
-    """Return the digest of ``data``, as ``StoredTensor.digest``."""
-    return tensor_digests(data)[0]
-
-
 class OldBytes(NamedTuple):
     """The tensors of the old version, on the CPU."""
 
@@ -82,40 +75,37 @@ class OldBytes(NamedTuple):
     """The tensor indices of each part of a delta, see ``tensors_of_parts``."""
 
 
-OnPartCompared = Callable[[int, Sequence[Changed | None]], None]
-"""Callback that receives a part's index and the change of each of its tensors."""
-
-
 class Comparison:
     """Compares the tensors of a new version with the ``old`` one. A context manager for one thread."""
 
-    def __init__(self, old: OldBytes, checks: DeferredChecks, tell: OnPartCompared) -> None:
+    def __init__(
+        self, old: OldBytes, checks: DeferredChecks, tell: Callable[[int, Sequence[Changed | None]], None]
+    ) -> None:
         """Prepare the comparison.
 
         Args:
             checks: deferred checks of the added tensors. They are required when a batch is awaited, and before
                 ``finish`` returns.
-            tell: called by a thread for each fully compared part that is small enough, before ``finish`` returns.
+            tell: called by a thread for each fully compared part that is small enough, before ``finish`` returns, with
+                the part's index and the change of each of its tensors.
         """
-        self._pieces, self._kept, self._checks = old.pieces, old.of_pieces, checks
-        self._next = 0
-        self._batches, self._of_batches = old.batches, old.of_batches
-        self._batch = 0
-        """Index of the next batch, followed by its pieces that are on a GPU, each with the new tensors of its spans."""
+        self._old, self._checks, self._tell = old, checks, tell
+        self._piece, self._batch = 0, 0
+        """Index of the next piece, and of the next batch."""
         self._on_gpu: dict[int, list[torch.Tensor]] = {}
-        self._counting: Counting | None = None
-        """The previous batch if a GPU compares it, followed by the call that requires its deferred checks."""
-        self._require_sound: Callable[[], None] = _do_nothing
+        """The pieces of that batch that are on a GPU, each with the new tensors of its spans."""
+        self._counting: tuple[Counting, Callable[[], None]] | None = None
+        """The previous batch if a GPU compares it, and the call that requires its deferred checks."""
         self._uploads: dict[torch.device, Uploads] = {}
         self._pool = ThreadPoolExecutor(compute_threads(), "delta")
-        self._compare_piece: deque[tuple[Piece, int, Future[list[_SpanChange]]]] = deque()
+        self._compared: deque[tuple[Piece, int, Future[list[_SpanChange]]]] = deque()
         self._at_once = 0
         self._ends = {span.tensor: span.part.stop for piece in old.pieces for span in piece.spans}
         """Size of each tensor in bytes."""
         self._segments: dict[int, list[bytes]] = defaultdict(list)
         """Encoded segments of tensors whose comparison is unfinished. The dictionaries below hold the finished
         tensors."""
-        self._encode: dict[int, bytes] = {}
+        self._encoded: dict[int, bytes] = {}
         self._digests: dict[int, Callable[[], str]] = {}
         self.waiting: dict[int, torch.Tensor] = {}
         """Added tensors whose piece is not complete yet."""
@@ -123,7 +113,6 @@ class Comparison:
         """Encoded size in bytes of the changes found so far."""
         self.has_too_large_part = False
         """True if the service would refuse a part of this delta because of its size."""
-        self._parts, self._tell = old.parts, tell
         self._part_of = {tensor: part for part, tensors in enumerate(old.parts) for tensor in tensors}
         self._lacking = [sum(tensor in self._ends for tensor in tensors) for tensors in old.parts]
         """Number of tensors of each part that are not compared to their end."""
@@ -145,10 +134,10 @@ class Comparison:
         if tensor.nbytes:
             self.waiting[number] = tensor.contiguous()
         begun: set[int] = set()
-        while self._next < len(self._pieces) and self._pieces[self._next].last == number:
-            self._begin(self._next)
-            begun |= {span.tensor for span in self._pieces[self._next].spans}
-            self._next += 1
+        while self._piece < len(self._old.pieces) and self._old.pieces[self._piece].last == number:
+            self._begin(self._piece)
+            begun |= {span.tensor for span in self._old.pieces[self._piece].spans}
+            self._piece += 1
         for each in begun:
             del self.waiting[each]
 
@@ -160,20 +149,20 @@ class Comparison:
         self._read_counted()
         self._checks.require()
         self._compare_on_host()  # an incomplete batch: the caller stopped early and does not want the rest
-        while self._compare_piece:
+        while self._compared:
             self._take_first()
-        for part, tensors in enumerate(self._parts):
+        for part, tensors in enumerate(self._old.parts):
             if not any(tensor in self._ends for tensor in tensors):
                 self._begin_telling(part)  # a part without compared tensors
         found: dict[int, Changed | None] = {}
         for tensors, told in self._told:
             found |= zip(tensors, told.result(), strict=True)
-        return found | {tensor: self._await_change(tensor)() for tensor in self._encode if tensor not in found}
+        return found | {tensor: self._await_change(tensor)() for tensor in self._encoded if tensor not in found}
 
     def _begin_telling(self, part: int) -> None:
-        tensors = self._parts[part]
+        tensors = self._old.parts[part]
         found = [self._await_change(tensor) for tensor in tensors]
-        nbytes = sum(len(self._encode.get(tensor, b"")) for tensor in tensors)
+        nbytes = sum(len(self._encoded.get(tensor, b"")) for tensor in tensors)
         if nbytes + most_header_bytes(len(tensors)) > LARGEST_PART_BYTES:
             self.has_too_large_part = True
             return
@@ -186,39 +175,39 @@ class Comparison:
         self._told.append((tensors, self._telling.submit(tell)))
 
     def _await_change(self, tensor: int) -> Callable[[], Changed | None]:
-        """Return a function that waits for a tensor's digest and returns the tensor's change. Tensors may be empty."""
-        encoded = self._encode.get(tensor)
+        """Return a function that waits for a tensor's digest and returns its change. The tensor may be empty."""
+        encoded = self._encoded.get(tensor)
         if not encoded:
             return lambda: None
         digest = self._digests[tensor]
         return lambda: Changed(encoded, digest())
 
     def _begin(self, index: int) -> None:
-        piece = self._pieces[index]
+        piece = self._old.pieces[index]
         # tensors, not views: each view that torch makes releases the GIL, which threads are waiting for
         tensors = [self.waiting[span.tensor] for span in piece.spans]
         if lies_on_gpu(tensors[0]) and len({tensor.device for tensor in tensors}) == 1:
             self._on_gpu[index] = tensors
         else:
             self._begin_on_host(index, tensors)
-        if index == self._batches[self._batch].last:
+        if index == self._old.batches[self._batch].last:
             self._begin_batch()
 
     def _begin_on_host(self, index: int, tensors: list[torch.Tensor]) -> None:
         """Compare a piece on the CPU; ``tensors`` are those of its spans."""
-        piece = self._pieces[index]
+        piece = self._old.pieces[index]
         number, part, _ = piece.spans[0]
         if piece.is_part and not part.start:
-            self._digests[number] = self._pool.submit(digest_of, view_of(bytes_of(tensors[0]).cpu())).result
+            self._digests[number] = self._pool.submit(_digest_of, view_of(bytes_of(tensors[0]).cpu())).result
         new = [bytes_of(tensor)[span.part].cpu() for span, tensor in zip(piece.spans, tensors, strict=True)]
-        self._submit(piece, piece.nbytes, partial(_compare_piece, self._kept[index], new, piece))
+        self._submit(piece, piece.nbytes, partial(_compare_piece, self._old.of_pieces[index], new, piece))
 
     def _begin_batch(self) -> None:
         """Start the comparison of the complete batch, as far as it has not started."""
         number, self._batch = self._batch, self._batch + 1
         counted: Counting | None = None
         devices = {flats[0].device for flats in self._on_gpu.values()}
-        if len(self._on_gpu) == len(self._batches[number].pieces) and len(devices) == 1:
+        if len(self._on_gpu) == len(self._old.batches[number].pieces) and len(devices) == 1:
             try:
                 counted = self._count_changes(number, devices.pop())
             except torch.cuda.OutOfMemoryError as error:
@@ -230,17 +219,20 @@ class Comparison:
             require_sound()
             self._compare_on_host()
         else:
-            self._counting, self._require_sound = counted, require_sound
+            self._counting = counted, require_sound
         self._on_gpu = {}
 
     def _count_changes(self, number: int, device: torch.device) -> Counting:
-        batch = self._batches[number]
+        batch = self._old.batches[number]
         uploads = self._uploads.setdefault(device, Uploads(device))
-        pieces, new = [self._pieces[index] for index in batch.pieces], [self._on_gpu[index] for index in batch.pieces]
-        counted = queue_count(batch, pieces, uploads.take(number, self._of_batches[number]), new)
-        if number + 1 < len(self._batches):
+        pieces, new = (
+            [self._old.pieces[index] for index in batch.pieces],
+            [self._on_gpu[index] for index in batch.pieces],
+        )
+        counted = queue_count(batch, pieces, uploads.take(number, self._old.of_batches[number]), new)
+        if number + 1 < len(self._old.batches):
             with suppress(torch.cuda.OutOfMemoryError):  # there may be room when its turn comes
-                uploads.begin(number + 1, self._of_batches[number + 1])
+                uploads.begin(number + 1, self._old.of_batches[number + 1])
         return counted
 
     def _compare_on_host(self) -> None:
@@ -252,14 +244,13 @@ class Comparison:
         """Read the counted batch from the GPU and encode it."""
         if self._counting is None:
             return
-        counted, self._counting = self._counting, None
-        require_sound, self._require_sound = self._require_sound, _do_nothing
+        (counted, require_sound), self._counting = self._counting, None
         require_sound()
         counts, batch = counted.counts(), counted.batch
         if counted.digests is not None:
             made = self._pool.submit(counted.digests.read)
             self._digests |= {tensor: partial(_digest_in, made, tensor) for tensor in counted.digests.tensors}
-        pieces = [self._pieces[index] for index in batch.pieces]
+        pieces = [self._old.pieces[index] for index in batch.pieces]
         encoding: dict[int, Callable[[], list[_SpanChange]]] = {}
         for run in runs_of(pieces, counts):
             try:
@@ -270,12 +261,14 @@ class Comparison:
             zip(batch.pieces, batch.places, pieces, counts, strict=True)
         ):
             if number in encoding:
-                held = count * (_POSITION_BYTES + delta.GAP_PLANES + 2 * piece.itemsize)
+                held = count * (4 + delta.GAP_PLANES + 2 * piece.itemsize)  # see ``Found``
                 self._submit(piece, held, encoding[number])
                 continue
             copy = queue_to_host(counted.differences[place])
             wait = record_waiter(counted.differences.device)
-            self._submit(piece, piece.nbytes, partial(_compare_by_difference, self._kept[index], copy, wait, piece))
+            self._submit(
+                piece, piece.nbytes, partial(_compare_by_difference, self._old.of_pieces[index], copy, wait, piece)
+            )
 
     def _read(
         self, counted: Counting, pieces: list[Piece], counts: list[int], run: slice
@@ -289,20 +282,20 @@ class Comparison:
         for number in range(run.start, run.stop):
             changes = slice(start, start + counts[number])
             first = (batch.places[number].start - begin) // itemsize
-            kept = self._kept[batch.pieces[number]]
+            kept = self._old.of_pieces[batch.pieces[number]]
             left[number] = partial(_encode, kept, changed, changes, first, pieces[number])
             start = changes.stop
         return left
 
     def _submit(self, piece: Piece, nbytes: int, work: Callable[[], list[_SpanChange]]) -> None:
         """Queue ``work`` for a thread; ``nbytes`` is the memory in bytes that it holds."""
-        while self._compare_piece and (self._at_once + nbytes > AT_ONCE_BYTES or self._compare_piece[0][-1].done()):
+        while self._compared and (self._at_once + nbytes > AT_ONCE_BYTES or self._compared[0][-1].done()):
             self._take_first()
-        self._compare_piece.append((piece, nbytes, self._pool.submit(work)))
+        self._compared.append((piece, nbytes, self._pool.submit(work)))
         self._at_once += nbytes
 
     def _take_first(self) -> None:
-        piece, nbytes, future = self._compare_piece.popleft()
+        piece, nbytes, future = self._compared.popleft()
         self._at_once -= nbytes
         for span, change in zip(piece.spans, future.result(), strict=True):
             self._segments[span.tensor] += change.segments
@@ -313,7 +306,7 @@ class Comparison:
                 self._end_tensor(span.tensor)
 
     def _end_tensor(self, tensor: int) -> None:
-        self._encode[tensor] = delta.joined(self._segments.pop(tensor))
+        self._encoded[tensor] = delta.joined(self._segments.pop(tensor))
         part = self._part_of[tensor]
         self._lacking[part] -= 1
         if not self._lacking[part]:
@@ -324,8 +317,8 @@ def _digest_in(made: Future[dict[int, str]], tensor: int) -> str:
     return made.result()[tensor]
 
 
-def _do_nothing() -> None:
-    """Do nothing. Used when there are no deferred checks."""
+def _digest_of(data: memoryview) -> str:
+    return tensor_digests(data)[0]
 
 
 def _warn_of_no_room(error: Exception) -> None:
@@ -337,22 +330,14 @@ def _compare_piece(old: torch.Tensor, new: list[torch.Tensor], piece: Piece) -> 
     found = []
     for span, flat in zip(piece.spans, new, strict=True):
         was, now = view_of(old[span.place]), view_of(flat)
-        segments = _compare_span(was, now, piece.itemsize)
+        places = list(delta.segments(now.nbytes))
+        if delta.is_small_and_equal(was, now):
+            segments = [delta.NOTHING] * len(places)
+        else:
+            segments = [delta.encode_segment(was[place], now[place], piece.itemsize) for place in places]
         changed = any(segment != delta.NOTHING for segment in segments)
-        found.append(_SpanChange(segments, digest_of(now) if changed and not piece.is_part else None))
+        found.append(_SpanChange(segments, _digest_of(now) if changed and not piece.is_part else None))
     return found
-
-
-def _compare_span(was: memoryview, now: memoryview, itemsize: int) -> list[bytes]:
-    """Return the encoded segments of one span."""
-    places = list(delta.segments(now.nbytes))
-    if delta.is_small_and_equal(was, now):
-        return [delta.NOTHING] * len(places)
-    segments = []
-    for place in places:
-        encoded = delta.encode_changes(*delta.changed_elements(was[place], now[place], itemsize), _length(place))
-        segments.append(delta.encode_whole(now[place]) if encoded is None else encoded)
-    return segments
 
 
 def _compare_by_difference(
@@ -380,7 +365,10 @@ def _encode(old: torch.Tensor, found: Found, changes: slice, first: int, piece: 
     begins = np.array([span.place.start for span in piece.spans], np.int64) // itemsize
     edges = np.append(np.searchsorted(positions, begins), positions.size)
     segments = {
-        number: [_within(span.place, part) for part in delta.segments(_length(span.place))]
+        number: [
+            slice(span.place.start + part.start, span.place.start + part.stop)
+            for part in delta.segments(_length(span.place))
+        ]
         for number in np.flatnonzero(edges[:-1] < edges[1:]).tolist()
         for span in [piece.spans[number]]
     }
@@ -431,7 +419,3 @@ def _encode_segment(
 def _length(part: slice) -> int:
     length: int = part.stop - part.start
     return length
-
-
-def _within(place: slice, part: slice) -> slice:
-    return slice(place.start + part.start, place.start + part.stop)

@@ -6,8 +6,7 @@ from typing import overload
 import httpx
 from pydantic import BaseModel
 
-from rollout_service.client._http import Http, http_timeout, parse
-from rollout_service.client._retry import Repeat
+from rollout_service.client._http import Http, Repeat, http_timeout, parse
 from rollout_service.errors import CommitTimeout, NotFound, RolloutServiceError
 from rollout_service.protocol.fleet import Fleet, PauseMode
 from rollout_service.protocol.upload import TrainerRecipe

@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from rollout_service.client._delta_parts import PartsAsMade
-from rollout_service.client._laps import Laps
 from rollout_service.client._part_sender import PartSender
-from rollout_service.client._parts import cut_parts
+from rollout_service.client._parts import Part, cut_parts
 from rollout_service.client._pieces import CONVERTED_BYTES
-from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of, prepare
-from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
-from rollout_service.client._upload import Cut, Uploader, announcement, staged_still
-from rollout_service.errors import (
-    CommitTimeout,
-    DeltaBaseGone,
-    InvalidDelta,
-    QuantizationError,
-    VersionConflict,
-)
+from rollout_service.client._push import Push
+from rollout_service.client._sent_weights import LARGEST_SHARE, Laps, SentWeights, nbytes_of, prepare
+from rollout_service.client._tensors import every_rank_gathers
+from rollout_service.client._upload import Uploader, staged_still
+from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta, QuantizationError, VersionConflict
 from rollout_service.model.convert import Named
-from rollout_service.protocol.base import NEXT, NewVersion
-from rollout_service.protocol.upload import Announcement, CommitUpload, Delta, UploadTensor
+from rollout_service.protocol.base import NEXT
+from rollout_service.protocol.upload import Announcement, Delta, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.memory import memory
@@ -47,46 +39,6 @@ logger = logging.getLogger("rollout_service.client")
 _ALL_IS_SENT = "the whole version is sent, because the service does not take its changes: %s"
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
-    """One push: its uploader, its thread and its options."""
-
-    uploader: Uploader
-    thread: TensorThread
-    commit: CommitUpload
-    parallel_parts: int
-    progress: Progress | None
-    laps: Laps = field(default_factory=Laps)
-
-    async def send(
-        self,
-        announced: Announcement,
-        cut: Cut,
-        committed: Callable[[int, str], None],
-    ) -> WeightStatus:
-        """Upload and commit the version. ``committed``: see ``commit_sent``."""
-        number, sent = await self.uploader.send_stream(
-            announced, cut, self.thread, parallel_parts=self.parallel_parts, progress=self.progress
-        )
-        self.laps.end("send")
-        status = await self.commit_sent(number, sent, committed)
-        self.laps.end("commit")
-        return status
-
-    async def commit_sent(self, number: int, sent: str, committed: Callable[[int, str], None]) -> WeightStatus:
-        """Commit an upload whose digest is ``sent``.
-
-        ``committed`` is called with the version's number and ``sent``, even if replicas do not serve it in time.
-        """
-        try:
-            status = await self.uploader.commit(number, self.commit.model_copy(update={"upload_digest": sent}))
-        except CommitTimeout:
-            committed(number, sent)
-            raise
-        committed(number, sent)
-        return status
-
-
 class _Pushed(NamedTuple):
     """The last committed push."""
 
@@ -99,8 +51,11 @@ class _Pushed(NamedTuple):
 class DeltaPushes:
     """Runs the delta pushes of one client one after the other, and keeps the last sent weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, uploader: Uploader) -> None:
+        self._uploader = uploader
         self._turn = asyncio.Lock()
+        self._laps = Laps()
+        """Of the push whose turn it is."""
         self._sent: SentWeights | None = None
         """The last sent weights. None while their bytes change, so that an interrupted push leaves no half-changed
         base."""
@@ -123,46 +78,40 @@ class DeltaPushes:
             return False
         return self._sent is not None or sum(tensor.nbytes for tensor in table) <= memory().free_bytes / 2
 
-    async def push(
-        self,
-        push: Push,
-        version: NewVersion,
-        source: TensorSource,
-        label: str | None,
-        kv_scales: dict[str, float] | None,
-    ) -> WeightStatus:
-        """Send the changes of ``source``, or the whole version. Raises the errors of ``RolloutClient.push_weights``."""
-        async with self._turn, every_rank_gathers(source, push.thread) as gathering:
+    async def push(self, push: Push) -> WeightStatus:
+        """Send the changes, or the whole version. Raises the errors of ``RolloutClient.push_weights``."""
+        source = push.source
+        async with self._turn, every_rank_gathers(source, push.thread):
+            self._laps = Laps()
             if self._preparing is None:
                 self._preparing = _in_thread("delta-prepare", partial(prepare, source.gpu))
                 self._preparing.add_done_callback(_warn_if_failed)
-            converter, table = await push.uploader.quantizing(source.table, push.thread, CONVERTED_BYTES)
-            announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
-            tensors = gathering.begin(own_memory=True)
+            converter, table = await self._uploader.quantizing(source.table, push.thread, CONVERTED_BYTES)
+            announced = push.announce(tensors=table)
+            tensors = source.begin(own_memory=True)
             await self.wait_until_settled()
             sent, self._sent = self._sent, None
-            if sent is not None and sent.version == version:
+            if sent is not None and sent.version == push.version:
                 self._sent = sent
                 if (again := await self._commit_again(push, announced, sent, converter, tensors)) is not None:
                     return again
-            if sent is None or not sent.may_be_base_of(version, table):
+            if sent is None or not sent.may_be_base_of(push.version, table):
                 sent = sent if sent is not None and sent.table == table else SentWeights(table)
                 stored = converter.convert(tensors, to_cpu=False)
-                return await self._push_whole(push, announced, sent, sent.take(stored, push.laps))
+                return await self._push_whole(push, announced, sent, sent.take(stored, self._laps))
             self._sent = sent  # unchanged until the comparison starts to modify it
-            push.laps.end("settle")
+            self._laps.end("settle")
             await asyncio.wait([asyncio.wrap_future(self._preparing)])
-            push.laps.end("compile")
-            of_base = announced.model_copy(update={"delta": sent.as_base()})
+            self._laps.end("compile")
             try:
-                sender = await push.uploader.open(of_base, push.progress)
+                sender = await self._uploader.open(push, announced.model_copy(update={"delta": sent.as_base()}))
             except DeltaBaseGone as error:
                 logger.warning(_ALL_IS_SENT, error)
                 self._sent = None
                 stored = converter.convert(tensors, to_cpu=False)
-                return await self._push_whole(push, announced, sent, sent.take(stored, push.laps))
+                return await self._push_whole(push, announced, sent, sent.take(stored, self._laps))
             self._sent = None
-            push.laps.end("announce")
+            self._laps.end("announce")
             checks = DeferredChecks()
             stored = converter.convert(tensors, to_cpu=False, checks=checks)
             status = await self._push_changes(push, sender, sent, stored, checks)
@@ -194,7 +143,7 @@ class DeltaPushes:
         """
         pushed = self._pushed
         assert pushed is not None and pushed.version == announced.version, "sent has its number"
-        plan = await push.uploader.begin(announced.model_copy(update={"delta": pushed.delta}))
+        plan = await self._uploader.begin(announced.model_copy(update={"delta": pushed.delta}))
         self._sent = None
         if plan.state != "committed":
             return None
@@ -210,9 +159,7 @@ class DeltaPushes:
             )
         if push.progress is not None:
             push.progress(sent.nbytes, sent.nbytes)
-        return await push.uploader.commit(
-            pushed.version, push.commit.model_copy(update={"upload_digest": pushed.upload_digest})
-        )
+        return await self._uploader.commit(pushed.version, push.commit_of(pushed.upload_digest))
 
     async def _push_changes(
         self, push: Push, sender: PartSender, sent: SentWeights, stored: Iterable[Named], checks: DeferredChecks
@@ -220,15 +167,30 @@ class DeltaPushes:
         """Send the changes to ``stored`` while they are found, and commit them.
 
         Returns None if the changes are too large for a delta. ``sent`` then holds the new weights, without a version
-        number.
+        number. If the new weights are invalid, such as NaN, ``sent`` stays unchanged.
         """
-        base, parts = sent.as_base(), PartsAsMade()
+        base, parts = sent.as_base(), _PartsAsMade()
         sending = asyncio.create_task(sender.send(parts, push.parallel_parts))
-        changes = await self._compare(push, sender, sent, sending, partial(sent.changes_to, stored, checks, parts.add))
+        try:
+            changes = await push.thread.call(sent.changes_to, stored, checks, parts.add)
+        except BaseException as error:
+            if sent.version is not None and not isinstance(error, asyncio.CancelledError):
+                self._sent = sent
+            await _cancel_sending(sending)
+            if isinstance(error, QuantizationError):
+                raise staged_still(sender.plan.version, error) from error
+            raise
         if changes is None:
+            self._too_large = True
+            logger.info(
+                "since version %s more than %g of all bytes have changed: the whole version is sent",
+                base.base, LARGEST_SHARE,
+            )  # fmt: skip
+            await _cancel_sending(sending)
             return None
-        parts.end()
-        push.laps.end("compare")
+        logger.info("the changes since version %s have %d bytes of %d", base.base, nbytes_of(changes), sent.nbytes)
+        parts.add(None)
+        self._laps.end("compare")
         self._sent = sent  # unchanged until the next push begins
 
         def committed(number: int, digest: str) -> None:
@@ -238,10 +200,9 @@ class DeltaPushes:
 
         try:
             digest = await sending
-            push.laps.end("send")
-            status = await push.commit_sent(sender.version, digest, committed)
-            push.laps.end("commit")
-            logger.info("version %d was pushed as a delta in %s", sender.version, push.laps)
+            self._laps.end("send")
+            status = await self._commit(push, sender.plan.version, digest, committed)
+            logger.info("version %d was pushed as a delta in %s", status.version, self._laps)
             return status
         except (DeltaBaseGone, InvalidDelta) as error:
             logger.warning(_ALL_IS_SENT, error)
@@ -249,48 +210,8 @@ class DeltaPushes:
         await push.thread.call(sent.change, changes)
         return None
 
-    async def _compare(
-        self,
-        push: Push,
-        sender: PartSender,
-        sent: SentWeights,
-        sending: asyncio.Task[str],
-        compare: Callable[[], Changes | None],
-    ) -> Changes | None:
-        """Return the changes, see ``SentWeights.changes_to``; None if they are too large for a delta.
-
-        If the new weights are invalid, such as NaN, ``sent`` stays unchanged.
-        """
-        base = sent.version
-        try:
-            changes = await push.thread.call(compare)
-        except asyncio.CancelledError:
-            await _cancel_sending(sending)
-            raise
-        except Exception as error:
-            if sent.version is not None:
-                self._sent = sent
-            await _cancel_sending(sending)
-            if isinstance(error, QuantizationError):
-                raise staged_still(sender.version, error) from error
-            raise
-        if changes is None:
-            self._too_large = True
-            logger.info(
-                "since version %s more than %g of all bytes have changed: the whole version is sent",
-                base, LARGEST_SHARE,
-            )  # fmt: skip
-            await _cancel_sending(sending)
-            return None
-        logger.info("the changes since version %s have %d bytes of %d", base, nbytes_of(changes), sent.nbytes)
-        return changes
-
     async def _push_whole(
-        self,
-        push: Push,
-        announced: Announcement,
-        sent: SentWeights,
-        stream: Iterable[torch.Tensor],
+        self, push: Push, announced: Announcement, sent: SentWeights, stream: Iterable[torch.Tensor]
     ) -> WeightStatus:
         """Send ``stream``, the bytes of ``sent``. Once committed, ``sent`` becomes the base of the next push."""
 
@@ -298,9 +219,40 @@ class DeltaPushes:
             sent.version, self._sent, self._pushed = number, sent, _Pushed(number, None, digest)
 
         # the kept weights stay unchanged until the next push
-        status = await push.send(announced, partial(cut_parts, stream, held=True), committed)
-        logger.info("all %d bytes of version %d were pushed in %s", sent.nbytes, status.version, push.laps)
+        number, digest = await self._uploader.send_stream(push, announced, partial(cut_parts, stream, held=True))
+        self._laps.end("send")
+        status = await self._commit(push, number, digest, committed)
+        logger.info("all %d bytes of version %d were pushed in %s", sent.nbytes, status.version, self._laps)
         return status
+
+    async def _commit(
+        self, push: Push, number: int, digest: str, committed: Callable[[int, str], None]
+    ) -> WeightStatus:
+        """Commit an upload. ``committed`` is called even if replicas do not serve the version in time."""
+        try:
+            status = await self._uploader.commit(number, push.commit_of(digest))
+        except CommitTimeout:
+            committed(number, digest)
+            raise
+        committed(number, digest)
+        self._laps.end("commit")
+        return status
+
+
+class _PartsAsMade:
+    """A queue that carries parts from the comparing threads to the event loop that created this object."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._parts: asyncio.Queue[Part | None] = asyncio.Queue()
+
+    def add(self, part: Part | None) -> None:
+        """Append a part, or the end. Thread-safe."""
+        self._loop.call_soon_threadsafe(self._parts.put_nowait, part)
+
+    async def __aiter__(self) -> AsyncIterator[Part]:
+        while (part := await self._parts.get()) is not None:
+            yield part
 
 
 def _in_thread(name: str, work: Callable[[], None]) -> Future[None]:

@@ -1,11 +1,15 @@
-"""``POST /inference/v1/generate``: build the request from a call's arguments, and the rollout from the reply."""
+"""``POST /inference/v1/generate`` and ``score``: build the request from a call's arguments, and the result from the
+reply."""
 
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypedDict
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from rollout_service.client._http import parse
@@ -13,6 +17,7 @@ from rollout_service.errors import InvalidRequest, RolloutServiceError
 from rollout_service.protocol.generate import GenerateReply, GenerateRequest, Usage, WantedVersion
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.scoring import ScoreReply, ScoreRequest
 
 Prompt = str | Sequence[int]
 """Text, which the gateway tokenizes, or token ids."""
@@ -66,21 +71,16 @@ def split_options(options: GenerateOptions) -> tuple[Sampling, dict[str, object]
     """Return the sampling parameters, and the other options. Raises InvalidRequest, as the service would."""
     given: dict[str, object] = dict(options)
     about = {name: given.pop(name) for name in _ABOUT_THE_REQUEST if name in given}
-    return sampling_of(**given), about
+    try:
+        return Sampling.model_validate(given), about
+    except ValidationError as error:
+        raise _refused("sampling parameters", error, given) from error
 
 
 def request_from(prompt: Prompt, request_id: str | None, options: GenerateOptions) -> GenerateRequest:
     """Build a request from the options of ``generate``. Raises InvalidRequest, as the service would."""
     sampling, about = split_options(options)
     return request_of(prompt, sampling, request_id=request_id, **about)
-
-
-def sampling_of(**parameters: object) -> Sampling:
-    """Validate sampling parameters before sending. Raises InvalidRequest, as the service would."""
-    try:
-        return Sampling.model_validate(parameters)
-    except ValidationError as error:
-        raise _refused("sampling parameters", error, parameters) from error
 
 
 def _refused(what: str, error: ValidationError, given: dict[str, object]) -> InvalidRequest:
@@ -152,3 +152,51 @@ def rollout_of(response: httpx.Response, request: GenerateRequest) -> Rollout:
         attempts=reply.attempts,
         truncated_sampling=reply.truncated_sampling,
     )
+
+
+class ScoreOptions(RequestOptions, total=False):
+    """Further options of ``score``; ``ScoreRequest`` defines them."""
+
+    request_id: str | None
+    cache_salt: str | None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Logprobs of tokens from ``start`` on, at temperature 1. Scored token ``i`` has the entries ``offsets[i]`` to
+    ``offsets[i + 1]``."""
+
+    start: int
+    token_ids: npt.NDArray[np.uint32]
+    """[entries]: for each scored token its own id, then the most likely tokens; or its target tokens."""
+    logprobs: npt.NDArray[np.float32]
+    """[entries]"""
+    offsets: npt.NDArray[np.int64]
+    """[scored tokens + 1]"""
+    weight_version: int
+    replica_id: str
+
+
+def score_request(
+    tokens: Sequence[int], target_token_ids: Sequence[Sequence[int]] | None, options: Mapping[str, object]
+) -> ScoreRequest:
+    """Build a request. Raises InvalidRequest, as the service would."""
+    targets = None if target_token_ids is None else [token_ids_of(row) for row in target_token_ids]
+    given = {"token_ids": token_ids_of(tokens), "target_token_ids": targets, "compact": True, **options}
+    try:
+        return ScoreRequest.model_validate(given)
+    except ValidationError as error:
+        raise InvalidRequest(f"a score is refused: {error.errors(include_url=False)[0]['msg']}") from error
+
+
+def scores_of(response: httpx.Response) -> Scores:
+    """Return the scores of a reply. Raises RolloutServiceError if the reply contradicts itself."""
+    reply = parse(ScoreReply, response)
+    if reply.compact_logprobs is None:
+        raise RolloutServiceError(f"reply {reply.request_id} has no compact_logprobs")
+    try:
+        ids, logprobs = reply.compact_logprobs.unpacked()
+    except ValueError as error:
+        raise RolloutServiceError(f"reply {reply.request_id} contradicts itself: {error}") from error
+    offsets = np.array(reply.compact_logprobs.offsets, np.int64)
+    return Scores(reply.start, ids, logprobs, offsets, int(reply.weight_version), reply.replica_id)

@@ -150,17 +150,13 @@ def queue_search(differences: torch.Tensor, count: int) -> Found:
     itemsize = differences.element_size()
     if not count:
         nothing, no_planes = np.empty(0, np.int32), np.empty((delta.GAP_PLANES + itemsize, 0), np.uint8)
-        return Found(nothing, nothing.astype(f"i{itemsize}"), no_planes, _now)
+        return Found(nothing, nothing.astype(f"i{itemsize}"), no_planes, wait=lambda: None)
     on_host = queue_to_host(changes_of(differences, count, delta.GAP_PLANES)).numpy()
     numbers, planes = on_host[: -delta.GAP_PLANES - itemsize].reshape(-1), on_host[-delta.GAP_PLANES - itemsize :]
     end = 4 * count
     return Found(
         numbers[:end].view("i4"), numbers[end:].view(f"i{itemsize}"), planes, record_waiter(differences.device)
     )
-
-
-def _now() -> None:
-    """Return at once: there is nothing to wait for."""
 
 
 def runs_of(pieces: Sequence[Piece], counts: Sequence[int]) -> list[slice]:

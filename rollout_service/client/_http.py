@@ -1,24 +1,65 @@
-"""One connection pool to the service, with bearer token, retries and the service's error classes."""
+"""One connection pool to the service: bearer token, repetition of failed attempts, and the service's error classes."""
 
 import asyncio
-import functools
+import enum
+import logging
 import ssl
-from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    before_sleep_log,
+    stop_after_attempt,
+    wait_exponential,
+    wait_random_exponential,
+)
 
-from rollout_service.client._retry import Repeat, error_of, retrying
-from rollout_service.errors import RolloutServiceError
+from rollout_service.errors import CommitTimeout, NotReady, Overloaded, RolloutServiceError, from_wire
 from rollout_service.protocol.base import is_token
 from rollout_service.runtime.connections import ManyConnections, too_many_open_files
 from rollout_service.runtime.tls import certificate_error
 
+logger = logging.getLogger("rollout_service.client")
+
 CONNECT_S = 10.0
 WRITE_S = 60.0
+RETRY_STATUS = frozenset({429, 502, 503, 504})
+MAX_RETRY_AFTER_S = 60.0
+"""Maximum wait in seconds, even if the service asks for a longer one."""
+
+_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)
+_MAYBE_RECEIVED = (*_BROKEN, httpx.TimeoutException)
+
+_backoff = wait_exponential(multiplier=0.125, max=4) + wait_random_exponential(multiplier=0.125, max=4)
+"""Exponential backoff with jitter. Half of the wait is fixed, so that the number of retries guarantees a minimum total.
+
+The minimum is 16 s for 8 retries and 32 s for 12. With jitter alone, 12 retries waited 32 s on average, but less than
+25 s in one of 7 requests. Serve checks for a dead HTTP proxy every 10 s by default, and then starts a new one.
+"""
 
 Model = TypeVar("Model")
+
+
+class Repeat(enum.Enum):
+    """The condition under which a request may be sent again."""
+
+    NEVER = enum.auto()
+    IF_NOT_ACCEPTED = enum.auto()
+    """Only if the service certainly did not accept the request: no connection, or a refusal with ``Retry-After``."""
+    IF_LOST = enum.auto()
+    """Also if the answer is certainly lost: a broken connection, or a proxy that lost the gateway. Used for rollouts,
+    because the service cancels a rollout without a client. Not after a timeout: the rollout may still be running."""
+    IDEMPOTENT = enum.auto()
+    """After any connection error and after the statuses of ``RETRY_STATUS``."""
+    IDEMPOTENT_ONCE_CONNECTED = enum.auto()
+    """Like ``IDEMPOTENT``, but never after a failed connection attempt."""
 
 
 class Http:
@@ -61,8 +102,9 @@ class Http:
         timeout: httpx.Timeout | None = None,
         params: Mapping[str, str] | None = None,
         json: object = None,
-        content: AsyncIterable[bytes] | None = None,
+        content: AsyncIterable[bytes] | bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        stream: bool = False,
     ) -> httpx.Response:
         """Send a request and return its 2xx reply.
 
@@ -70,36 +112,25 @@ class Http:
             url: relative to the service's address, or absolute.
             timeout: None: the timeout of the pool.
             content: iterated again by each attempt.
+            stream: True to return the reply before its body is read. The caller must close it.
         """
-        self._bind_to_running_loop()
-        attempt = functools.partial(
-            self._client.request,
-            method,
-            url,
-            params=params,
-            json=json,
-            content=content,
-            headers=headers,
-            timeout=timeout or httpx.USE_CLIENT_DEFAULT,
-        )
-        return await self._answer(attempt, method, url, repeat)
-
-    async def open_stream(self, method: str, url: str, *, repeat: Repeat, json: object) -> httpx.Response:
-        """Send a request and return a 2xx reply whose body is unread. The caller must close it."""
         self._bind_to_running_loop()
 
         async def attempt() -> httpx.Response:
-            response = await self._client.send(self._client.build_request(method, url, json=json), stream=True)
+            request = self._client.build_request(
+                method,
+                url,
+                params=params,
+                json=json,
+                content=content,
+                headers=headers,
+                timeout=timeout or httpx.USE_CLIENT_DEFAULT,
+            )
+            response = await self._client.send(request, stream=stream)
             if not response.is_success:
                 await response.aread()
             return response
 
-        return await self._answer(attempt, method, url, repeat)
-
-    async def _answer(
-        self, attempt: Callable[[], Awaitable[httpx.Response]], method: str, url: str, repeat: Repeat
-    ) -> httpx.Response:
-        """Attempt the request as often as ``repeat`` allows, and return the 2xx reply."""
         try:
             response: httpx.Response = await retrying(repeat, self.retries)(attempt)
         except httpx.TransportError as error:
@@ -162,3 +193,70 @@ def _explain(error: httpx.TransportError, method: str, url: str, service: str, r
     if repeat is Repeat.IF_NOT_ACCEPTED:
         return f"{where}: the service may have accepted the request before the connection failed: it was not repeated."
     return f"{where}: the connection kept failing."
+
+
+def may_retry(outcome: httpx.Response | BaseException, repeat: Repeat) -> bool:
+    """Return True if another attempt is safe and may succeed."""
+    if repeat is Repeat.NEVER:
+        return False
+    if isinstance(outcome, _NEVER_SENT):
+        if certificate_error(outcome) is not None:  # the certificate will not be trusted next time either
+            return False
+        return repeat is not Repeat.IDEMPOTENT_ONCE_CONNECTED
+    idempotent = repeat in (Repeat.IDEMPOTENT, Repeat.IDEMPOTENT_ONCE_CONNECTED)
+    if not isinstance(outcome, httpx.Response):
+        broken = _BROKEN if repeat is Repeat.IF_LOST else _MAYBE_RECEIVED
+        return (idempotent or repeat is Repeat.IF_LOST) and isinstance(outcome, broken)
+    if outcome.is_success:
+        return False
+    error = error_of(outcome)
+    # this class itself stands for any reply that is no error of ours
+    if repeat is Repeat.IF_LOST and outcome.is_server_error and type(error) is RolloutServiceError:
+        return True
+    if outcome.status_code not in RETRY_STATUS:
+        return False
+    if idempotent:
+        return not isinstance(error, CommitTimeout)  # the service has waited already
+    return isinstance(error, Overloaded | NotReady) and "Retry-After" in outcome.headers
+
+
+def error_of(response: httpx.Response) -> RolloutServiceError:
+    """Return the error of a reply other than 2xx. A reply that did not come from the service is quoted."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    return from_wire(response.status_code, body)
+
+
+def retry_after_s(outcome: httpx.Response | BaseException) -> float:
+    """Return the seconds in ``Retry-After`` (a number or a date), or 0 without that header."""
+    header = outcome.headers.get("Retry-After") if isinstance(outcome, httpx.Response) else None
+    if header is None:
+        return 0.0
+    try:
+        asked_s = float(header)
+    except ValueError:
+        try:
+            date = parsedate_to_datetime(header)
+        except ValueError:
+            return 0.0
+        asked_s = (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+    return min(max(0.0, asked_s), MAX_RETRY_AFTER_S)
+
+
+def retrying(repeat: Repeat, retries: int) -> AsyncRetrying:
+    """Return a runner that makes at most ``1 + retries`` attempts and ends with the outcome of the last."""
+    return AsyncRetrying(
+        stop=stop_after_attempt(1 + retries),
+        retry=lambda state: may_retry(_outcome(state), repeat),
+        wait=lambda state: retry_after_s(_outcome(state)) + _backoff(state),
+        before_sleep=before_sleep_log(logger, logging.INFO),
+        retry_error_callback=lambda state: state.outcome and state.outcome.result(),
+    )
+
+
+def _outcome(state: RetryCallState) -> httpx.Response | BaseException:
+    assert state.outcome is not None, "asked before the first attempt ended"
+    error = state.outcome.exception()
+    return error if error is not None else state.outcome.result()

@@ -7,10 +7,14 @@ import uuid
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
-from rollout_service.client._http import Http, parse
-from rollout_service.client._retry import Repeat
-from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable
-from rollout_service.protocol.mismatch_report import MismatchReport, ReportedCompletion, ReportedRollout
+from rollout_service.client._http import Http, Repeat, parse
+from rollout_service.protocol.mismatch import (
+    MismatchReceipt,
+    MismatchReport,
+    MismatchTable,
+    ReportedCompletion,
+    ReportedRollout,
+)
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.truncation import warn_of_truncated_sampling
 
@@ -146,17 +150,18 @@ def _report(report_id: str, chunk: list[_Row], renormalized: bool) -> dict[str, 
     rollouts = tuple(
         ReportedRollout(
             replica_id=rows[0][0].replica_id,
-            completions=tuple(_completion(row) for row in rows),
+            completions=tuple(
+                ReportedCompletion(
+                    trainer_logprobs=logprobs,
+                    mask=mask,
+                    rollout_logprobs=list(completion.logprobs),
+                    spans=completion.spans,
+                )
+                for _, completion, logprobs, mask in rows
+            ),
             truncated_sampling=rows[0][0].truncated_sampling,
             renormalized=renormalized,
         )
         for rows in grouped
     )
     return MismatchReport(report_id=report_id, rollouts=rollouts).model_dump(mode="json", exclude_none=True)
-
-
-def _completion(row: _Row) -> ReportedCompletion:
-    _, completion, logprobs, mask = row
-    return ReportedCompletion(
-        trainer_logprobs=logprobs, mask=mask, rollout_logprobs=list(completion.logprobs), spans=completion.spans
-    )

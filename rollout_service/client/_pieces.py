@@ -5,7 +5,7 @@ kernel or a thread's job for each of 40 000 small tensors, and bound the memory 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rollout_service.protocol.delta import SEGMENT_BYTES
@@ -72,11 +72,13 @@ def pieces_of(table: tuple[UploadTensor, ...]) -> list[Piece]:
     for tensors in tensors_of_parts([tensor.nbytes for tensor in table]):
         open_: dict[int, list[Span]] = {}
         for number in tensors:
-            tensor = table[number]
+            tensor, itemsize = table[number], DTYPE_BYTES[table[number].dtype]
             if tensor.nbytes > PIECE_BYTES:
-                found += _cut(number, tensor)
+                for start in range(0, tensor.nbytes, PIECE_BYTES):
+                    part = slice(start, min(start + PIECE_BYTES, tensor.nbytes))
+                    nbytes = part.stop - part.start
+                    found.append(Piece(itemsize, nbytes, True, (Span(number, part, slice(0, nbytes)),)))
             elif tensor.nbytes:
-                itemsize = DTYPE_BYTES[tensor.dtype]
                 spans = open_.setdefault(itemsize, [])
                 if spans and spans[-1].place.stop + tensor.nbytes > PIECE_BYTES:
                     found.append(_join_spans(itemsize, spans))
@@ -97,20 +99,12 @@ def batches_of(pieces: Sequence[Piece]) -> list[Batch]:
             nbytes = 0
         found[-1].append(index)
         nbytes += piece.nbytes
-    return [_batch(pieces, some) for some in found]
-
-
-def _batch(pieces: Sequence[Piece], some: list[int]) -> Batch:
-    ordered = sorted(some, key=lambda index: -pieces[index].itemsize)
-    ends = list(itertools.accumulate(pieces[index].nbytes for index in ordered))
-    return Batch(ends[-1], some[-1], tuple(ordered), tuple(map(slice, [0, *ends], ends)))
-
-
-def _cut(number: int, tensor: UploadTensor) -> Iterator[Piece]:
-    for start in range(0, tensor.nbytes, PIECE_BYTES):
-        part = slice(start, min(start + PIECE_BYTES, tensor.nbytes))
-        nbytes = part.stop - part.start
-        yield Piece(DTYPE_BYTES[tensor.dtype], nbytes, True, (Span(number, part, slice(0, nbytes)),))
+    batches = []
+    for some in found:
+        ordered = sorted(some, key=lambda index: -pieces[index].itemsize)
+        ends = list(itertools.accumulate(pieces[index].nbytes for index in ordered))
+        batches.append(Batch(ends[-1], some[-1], tuple(ordered), tuple(map(slice, [0, *ends], ends))))
+    return batches
 
 
 def _join_spans(itemsize: int, spans: list[Span]) -> Piece:

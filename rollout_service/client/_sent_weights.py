@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 import xxhash
 
 from rollout_service.client._compare import Changed, Comparison, OldBytes, view_of
-from rollout_service.client._delta_parts import part_of
-from rollout_service.client._laps import Laps
 from rollout_service.client._parts import Part, warn_of_pageable_memory
 from rollout_service.client._pieces import Span, batches_of, pieces_of
 from rollout_service.client._tensors import describe
@@ -21,7 +22,7 @@ from rollout_service.gpu.streams import lies_on_gpu, on_device, own_stream_of
 from rollout_service.model.convert import Named
 from rollout_service.protocol import delta
 from rollout_service.protocol.base import NEXT, NewVersion
-from rollout_service.protocol.delta_parts import tensors_of_parts
+from rollout_service.protocol.delta_parts import TensorChange, encode_header, tensors_of_parts
 from rollout_service.protocol.upload import DTYPE_BYTES, Delta, UploadTensor, base_digest
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.threads import in_threads, io_threads
@@ -35,17 +36,40 @@ everything."""
 Changes = list[Changed | None]
 """The change of each tensor of a table, in order. None: the tensor is unchanged."""
 
-_SpanSegment = tuple[Span, delta.Segment]
-"""A span and one encoded segment of its change."""
-
-
-_Job = tuple[int, list[_SpanSegment]]
-"""The index of a piece and its changes."""
-
 
 def nbytes_of(changes: Changes) -> int:
     """Return the encoded size of the changes in bytes."""
     return sum(len(changed.encoded) for changed in changes if changed is not None)
+
+
+def part_of(index: int, first: int, changes: Sequence[Changed | None], tensor_bytes: int) -> Part:
+    """Return one part of a delta.
+
+    ``first``: table index of its first tensor. ``changes``: of each of its tensors. ``tensor_bytes``: their size.
+    """
+    told = [None if each is None else TensorChange(len(each.encoded), each.digest) for each in changes]
+    pieces = [encode_header(first, told), *(each.encoded for each in changes if each is not None)]
+    # numpy copies without the GIL
+    whole = np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces])
+    return Part(index, [torch.from_numpy(whole)], None, counts=tensor_bytes)
+
+
+class Laps:
+    """A stopwatch for the phases of a push. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def end(self, phase: str) -> None:
+        """Add the time since the last call to the phase."""
+        now = time.perf_counter()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in self._seconds.items())
+        return f"{self._last - self._begun:.2f} s ({phases})"
 
 
 class SentWeights:
@@ -97,7 +121,12 @@ class SentWeights:
             for number, (_, tensor) in enumerate(stored):
                 laps.end("quantize")
                 if not number:
-                    self._begin_memory(memory, tensor.device if lies_on_gpu(tensor) else None)
+                    gpu = tensor.device if lies_on_gpu(tensor) else None
+                    self._taking = {
+                        batch: memory.submit(self._take_memory, batch, gpu)
+                        for batch, taken in enumerate(self._of_batches)
+                        if taken is None
+                    }
                 self._await_memory(number)
                 laps.end("memory")
                 self._replace(number, bytes_of(tensor))
@@ -165,10 +194,8 @@ class SentWeights:
         if nbytes_of(changes) <= most_bytes and not comparison.has_too_large_part:
             return changes
         self.change(changes)
-        for number, tensor in comparison.waiting.items():
-            self._replace(number, bytes_of(tensor))
-            self._digests[number] = self._digest(number)
-        for number, (_, tensor) in coming:
+        waiting = [(number, (self.table[number].name, tensor)) for number, tensor in comparison.waiting.items()]
+        for number, (_, tensor) in itertools.chain(waiting, coming):
             self._replace(number, bytes_of(tensor))
             self._digests[number] = self._digest(number)
             del tensor
@@ -184,10 +211,10 @@ class SentWeights:
     def change(self, changes: Changes) -> None:
         """Apply ``changes`` to the kept tensors, in threads. The result has no version number yet."""
         self.version = None  # before any byte changes
-        jobs: dict[int, list[_SpanSegment]] = defaultdict(list)
+        jobs: dict[int, list[tuple[slice, delta.Segment]]] = defaultdict(list)
         for number, changed in enumerate(changes):
-            for index, span, segment in () if changed is None else self._segments(number, changed):
-                jobs[index].append((span, segment))
+            for index, place, segment in () if changed is None else self._segments(number, changed):
+                jobs[index].append((place, segment))
         for _ in in_threads(self._change, list(jobs.items())):
             pass
         self._digests = [
@@ -224,14 +251,9 @@ class SentWeights:
                     left = CHUNK_BYTES
         return joined_digests(digests if digests and left == CHUNK_BYTES else digests + hasher.digest())[0]
 
-    def _begin_memory(self, threads: ThreadPoolExecutor, gpu: torch.device | None) -> None:
-        for number, batch in enumerate(self._batches):
-            if self._of_batches[number] is None:
-                self._taking[number] = threads.submit(self._take_memory, number, batch.nbytes, gpu)
-
-    def _take_memory(self, number: int, nbytes: int, gpu: torch.device | None) -> None:
+    def _take_memory(self, number: int, gpu: torch.device | None) -> None:
         """Allocate a batch's memory, and pin it for a GPU if possible."""
-        memory = take_host_memory(nbytes)
+        memory = take_host_memory(self._batches[number].nbytes)
         if gpu is not None:
             try:
                 with on_device(gpu):
@@ -255,8 +277,8 @@ class SentWeights:
             for piece, place in zip(batch.pieces, batch.places, strict=True):
                 self._kept[piece] = memory[place]
 
-    def _segments(self, number: int, changed: Changed) -> Iterator[tuple[int, Span, delta.Segment]]:
-        """Yield the encoded segments of a tensor, each with its piece index and span."""
+    def _segments(self, number: int, changed: Changed) -> Iterator[tuple[int, slice, delta.Segment]]:
+        """Yield the encoded segments of a tensor, each with the index of its piece and its byte range there."""
         tensor = self.table[number]
         spans = iter(self._spans[number])
         index, span = next(spans)
@@ -264,16 +286,17 @@ class SentWeights:
         for segment in delta.changed_segments(encoded, tensor.nbytes, DTYPE_BYTES[tensor.dtype]):
             while segment.place.start >= span.part.stop:
                 index, span = next(spans)
-            yield index, span, segment
+            start = span.place.start - span.part.start
+            yield index, slice(start + segment.place.start, start + segment.place.stop), segment
 
-    def _change(self, job: _Job) -> None:
+    def _change(self, job: tuple[int, list[tuple[slice, delta.Segment]]]) -> None:
         """Apply the changes of one piece."""
         index, changes = job
         kept = self._kept[index]
         assert kept is not None, "nothing was taken yet"
         data, itemsize = view_of(kept), self._pieces[index].itemsize
-        for span, segment in changes:
-            delta.apply_segment(segment, data[_place_of(span, segment)], itemsize)
+        for place, segment in changes:
+            delta.apply_segment(segment, data[place], itemsize)
 
 
 def prepare(gpu: torch.device | None) -> None:
@@ -298,9 +321,3 @@ def prepare(gpu: torch.device | None) -> None:
 def _call_each(functions: Sequence[Callable[[], None]]) -> None:
     for function in functions:
         function()
-
-
-def _place_of(span: Span, segment: delta.Segment) -> slice:
-    """Return the byte range of a segment in the span's piece."""
-    start = span.place.start - span.part.start
-    return slice(start + segment.place.start, start + segment.place.stop)

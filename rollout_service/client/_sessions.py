@@ -3,8 +3,7 @@
 from types import TracebackType
 from typing import Self
 
-from rollout_service.client._http import Http, parse
-from rollout_service.client._retry import Repeat
+from rollout_service.client._http import Http, Repeat, parse
 from rollout_service.errors import NotFound
 from rollout_service.protocol.sessions import OpenSession, Session, SessionOpened
 

@@ -7,7 +7,6 @@ neither sent through sockets nor hashed. ``rollout_service.protocol.upload`` des
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import time
@@ -15,11 +14,11 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from rollout_service.client._http import Http
-from rollout_service.client._retry import Repeat
-from rollout_service.client._tensors import Progress, TensorThread
+from rollout_service.client._http import Http, Repeat
+from rollout_service.client._push import Push
+from rollout_service.client._tensors import TensorThread
 from rollout_service.errors import NotFound, NotShared
 from rollout_service.gpu.memory import OwnGpuMemory
 from rollout_service.protocol.ring import Ring, aligned
@@ -60,30 +59,8 @@ RETRY_S = 600.0
 """Time in seconds after which ``auto`` tries a kind of memory again that could not be shared."""
 
 
-class TrainersMemory(Protocol):
-    """Memory of this process that an ingest can read. It is kept between pushes."""
-
-    nbytes: int
-    """Size in bytes."""
-    may_be_mapped: bool
-    """True if an ingest may have mapped the memory; False until it is announced."""
-
-    @staticmethod
-    def batch_bytes() -> int:
-        """Return the maximum size of a batch in bytes. A single larger tensor forms its own batch."""
-
-    def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
-        """Return the announcement for one push of these tensors. Raises OSError."""
-
-    def room(self, start: int, nbytes: int) -> torch.Tensor:
-        """Return a view of these bytes of the memory, uint8."""
-
-    def close(self) -> None:
-        """Release the memory. The ingest can detect the release."""
-
-
 class HostMemory:
-    """Shared memory of the host."""
+    """Shared memory of the host, which an ingest can read."""
 
     def __init__(self, nbytes: int) -> None:
         """Allocate the memory. It is pinned if this process uses CUDA, so that a GPU writes to it at PCIe speed.
@@ -94,7 +71,7 @@ class HostMemory:
 
         from rollout_service.gpu.pinning import pin_if_possible
 
-        self.nbytes, self.may_be_mapped = nbytes, False
+        self.nbytes, self.may_be_mapped = nbytes, False  # until it is announced
         self._memory = SharedMemory.create(nbytes)
         self._unpin: Callable[[], object] = lambda: None
         if torch.cuda.is_initialized():
@@ -103,21 +80,21 @@ class HostMemory:
 
     @staticmethod
     def batch_bytes() -> int:
-        """Return ``BATCH_BYTES``."""
+        """Return the maximum size of a batch in bytes. A single larger tensor forms its own batch."""
         return BATCH_BYTES
 
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
-        """Return the announcement for one push, see ``TrainersMemory``."""
+        """Return the announcement for one push of these tensors. Raises OSError."""
         return SharedMemorySource(tensors=tensors, **_named(self._memory))
 
     def room(self, start: int, nbytes: int) -> torch.Tensor:
-        """Return a view of the memory, see ``TrainersMemory``."""
+        """Return a view of these bytes of the memory, uint8."""
         import torch
 
         return torch.frombuffer(self._memory.view, dtype=torch.uint8, count=nbytes, offset=start)
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the memory. The ingest can detect the release."""
         self._unpin()
         self._memory.close()
 
@@ -142,18 +119,18 @@ class GpuMemory:
 
     @staticmethod
     def batch_bytes() -> int:
-        """Return ``GPU_BATCH_BYTES``."""
+        """Return the maximum size of a batch in bytes, as ``HostMemory``."""
         return GPU_BATCH_BYTES
 
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
-        """Return the announcement for one push, see ``TrainersMemory``."""
+        """Return the announcement for one push of these tensors. Raises OSError."""
         gpu = self._on_gpu
         return CudaIpcSource(
             tensors=tensors, gpu=gpu.gpu, handle=gpu.handle, handle_bytes=gpu.nbytes, **_named(self._memory)
         )
 
     def room(self, start: int, nbytes: int) -> torch.Tensor:
-        """Return a view of the memory, see ``TrainersMemory``."""
+        """Return a view of these bytes of the memory, uint8."""
         return self._on_gpu.tensor[start : start + nbytes]
 
     def close(self) -> None:
@@ -190,7 +167,7 @@ class SharedMemoryPushes:
         """Prepare pushes. ``begin`` announces a version. ``listener`` returns the direct listener, or None to use
         ``http``."""
         self._http, self._begin, self._listener, self._kind = http, begin, listener, kind
-        self._memory: TrainersMemory | None = None
+        self._memory: HostMemory | GpuMemory | None = None
         self._retry_at = 0.0
 
     @property
@@ -204,58 +181,45 @@ class SharedMemoryPushes:
 
     async def push(
         self,
-        announce: Callable[..., Announcement],
+        push: Push,
         table: tuple[UploadTensor, ...],
         tensors: Iterable[tuple[str, torch.Tensor]],
-        thread: TensorThread,
-        progress: Progress | None,
-        *,
-        otherwise: bool,
-        again: bool,
-        checks: DeferredChecks | None = None,
+        checks: DeferredChecks | None,
     ) -> tuple[int, str] | None:
-        """Announce a version and send its tensors. Returns the version number and the digest of the whole upload.
+        """Announce a version and send ``tensors``, which ``table`` describes. None is read before the ingest has opened
+        the memory.
+
+        Returns the version number and the digest of the whole upload. With ``auto``, returns None if the ingest cannot
+        open the memory, or has dropped the sent batches and the source can be read again.
 
         Raises NotShared, QuantizationError by ``checks``, and the service's error if it refuses the tensors.
-
-        Args:
-            announce: builds the announcement from its source.
-            table: the table of the tensors.
-            tensors: the tensors of ``table``, in order. None is read before the ingest has opened the memory.
-            thread: the thread that copies.
-            progress: see ``RolloutClient.push_weights``.
-            otherwise: True if another transport can be used. Returns None if the ingest cannot open the memory.
-            again: True if the tensors can be read again. Returns None, too, if the service has dropped the sent
-                batches.
-            checks: deferred checks of ``tensors``. Those of a batch are required before the ingest is told of it.
         """
+        may_differ = push.transport == "auto"
         try:
-            memory = await self._memory_for(table, thread)
+            memory = await self._memory_for(table, push.thread)
             source = memory.source(table)
-            announced = announce(source=source)
+            announced = push.announce(source=source)
             plan = await self._announced(memory, announced)
         except (NotShared, OSError) as error:
             self.close()
             self._retry_at = time.monotonic() + RETRY_S
-            if not otherwise and not isinstance(error, NotShared):
+            if not may_differ and not isinstance(error, NotShared):
                 raise NotShared(f"there is no memory to share: {error}") from error
-            if not otherwise:
+            if not may_differ:
                 raise
             logger.info("weights do not go through memory of this kind for %g s: %s", RETRY_S, error)
             return None
         try:
-            listener = await self._listener(plan)
-            post = functools.partial(_post, self._http, listener, f"/v1/weights/{plan.version}/shared")
-            await send_shared(post, memory, source, tensors, thread, progress, checks)
+            await self._send(push, plan, memory, source, tensors, checks)
         except BaseException as error:
             self.close()  # the ingest may still be reading memory that the next push would overwrite
-            if not isinstance(error, NotFound) or not again:
+            if not isinstance(error, NotFound) or not may_differ or not push.source.can_be_read_again:
                 raise
             logger.warning("the weights are sent again, in parts: %s", error)
             return None
         return plan.version, with_kv_scales(source.transfer, announced.kv_scales)
 
-    async def _announced(self, memory: TrainersMemory, announced: Announcement) -> UploadPlan:
+    async def _announced(self, memory: HostMemory | GpuMemory, announced: Announcement) -> UploadPlan:
         before, memory.may_be_mapped = memory.may_be_mapped, True
         try:
             return await self._begin(announced)
@@ -263,14 +227,52 @@ class SharedMemoryPushes:
             memory.may_be_mapped = before  # the ingest replied that it has not mapped the memory
             raise
 
-    async def _memory_for(self, table: tuple[UploadTensor, ...], thread: TensorThread) -> TrainersMemory:
+    async def _memory_for(self, table: tuple[UploadTensor, ...], thread: TensorThread) -> HostMemory | GpuMemory:
         needed = memory_bytes(table, self._kind.batch_bytes())
         if self._memory is not None and self._memory.nbytes >= needed:
             return self._memory
         self.close()
-        memory: TrainersMemory = await thread.call(self._kind, needed)
+        memory: HostMemory | GpuMemory = await thread.call(self._kind, needed)
         self._memory = memory
         return memory
+
+    async def _send(
+        self,
+        push: Push,
+        plan: UploadPlan,
+        memory: HostMemory | GpuMemory,
+        source: SharedMemorySource,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        checks: DeferredChecks | None,
+    ) -> None:
+        """Send the tensors of ``source``, which is announced. The ingest has read all of them when this returns."""
+        listener, route = await self._listener(plan), f"/v1/weights/{plan.version}/shared"
+        coming, done_bytes, first = iter(tensors), 0, 0
+        total_bytes = sum(tensor.nbytes for tensor in source.tensors)
+        ring, under_way = Ring(memory.nbytes), deque[asyncio.Task[None]]()
+
+        async def tell(batch: SharedTensors, nbytes: int) -> None:
+            """Return when the ingest has read the batch."""
+            nonlocal done_bytes
+            body = batch.model_dump(mode="json")
+            if listener is None or not await listener.post(route, body):
+                await self._http.send("POST", route, json=body, repeat=Repeat.IDEMPOTENT)
+            done_bytes += nbytes
+            if push.progress is not None:
+                push.progress(done_bytes, total_bytes)
+
+        async with raise_first_failure() as group:
+            for number, batch in enumerate(batches(source.tensors, memory.batch_bytes())):
+                while (start := ring.take(sum(aligned(max(tensor.nbytes, 1)) for tensor in batch))) is None:
+                    await asyncio.wait([under_way.popleft()])  # its exception cancels this function, too
+                    ring.give_back(1)
+                await push.thread.call(fill, memory, start, batch, coming, checks)
+                told = SharedTensors(
+                    transfer=source.transfer, batch=number, first=first, count=len(batch), offset=start
+                )
+                first += len(batch)
+                under_way.append(group.create_task(tell(told, sum(tensor.nbytes for tensor in batch))))
+            await push.thread.call(next, coming, None)  # raises if the source has more tensors
 
     def close(self) -> None:
         """Release the memory that is kept for the next push."""
@@ -306,7 +308,7 @@ def batches(tensors: Iterable[UploadTensor], batch_bytes: int) -> Iterator[list[
 
 
 def fill(
-    memory: TrainersMemory,
+    memory: HostMemory | GpuMemory,
     start: int,
     batch: list[UploadTensor],
     tensors: Iterator[tuple[str, torch.Tensor]],
@@ -347,54 +349,3 @@ def fill(
         torch.cuda.current_stream(gpu).synchronize()
     if require_sound is not None:
         require_sound()
-
-
-async def _post(http: Http, listener: DirectListener | None, route: str, body: object) -> None:
-    if listener is None or not await listener.post(route, body):
-        await http.send("POST", route, json=body, repeat=Repeat.IDEMPOTENT)
-
-
-async def send_shared(
-    post: Callable[[object], Awaitable[object]],
-    memory: TrainersMemory,
-    source: SharedMemorySource,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    thread: TensorThread,
-    progress: Progress | None,
-    checks: DeferredChecks | None,
-) -> None:
-    """Send the tensors of a version announced with ``source``. The ingest has read all of them when this returns.
-
-    Raises the errors of ``checks``, and the service's error if it refuses a batch.
-
-    Args:
-        post: sends JSON with the offsets of a batch, and returns when the ingest has read the batch.
-        memory: the shared memory.
-        source: the announced source.
-        tensors: the tensors of ``source``, in order.
-        thread: the thread that copies.
-        progress: see ``RolloutClient.push_weights``.
-        checks: deferred checks of ``tensors``.
-    """
-    coming, done_bytes = iter(tensors), 0
-    total_bytes = sum(tensor.nbytes for tensor in source.tensors)
-    ring, under_way = Ring(memory.nbytes), deque[asyncio.Task[None]]()
-
-    async def send(body: SharedTensors, nbytes: int) -> None:
-        nonlocal done_bytes
-        await post(body.model_dump(mode="json"))
-        done_bytes += nbytes
-        if progress is not None:
-            progress(done_bytes, total_bytes)
-
-    first = 0
-    async with raise_first_failure() as group:
-        for number, batch in enumerate(batches(source.tensors, memory.batch_bytes())):
-            while (start := ring.take(sum(aligned(max(tensor.nbytes, 1)) for tensor in batch))) is None:
-                await asyncio.wait([under_way.popleft()])  # its exception cancels this function, too
-                ring.give_back(1)
-            await thread.call(fill, memory, start, batch, coming, checks)
-            body = SharedTensors(transfer=source.transfer, batch=number, first=first, count=len(batch), offset=start)
-            first += len(batch)
-            under_way.append(group.create_task(send(body, sum(tensor.nbytes for tensor in batch))))
-        await thread.call(next, coming, None)  # raises if the source has more tensors

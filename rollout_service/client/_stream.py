@@ -1,4 +1,6 @@
-"""A rollout read as a stream."""
+"""A rollout read as a stream, and what was read of an unfinished one."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
@@ -7,15 +9,61 @@ from types import TracebackType
 from typing import Self
 
 import httpx
-from pydantic import ValidationError
+from pydantic import model_validator
 
 from rollout_service.client._generate import body_of
-from rollout_service.client._http import Http
-from rollout_service.client._partial import PartialRollout
-from rollout_service.client._retry import Repeat
+from rollout_service.client._http import Http, Repeat
 from rollout_service.errors import RolloutServiceError, from_wire
+from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.generate import GenerateChunk, GenerateRequest, StreamedChoice, StreamOptions
 from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span, merge_spans
+
+
+class PartialRollout(Frozen):
+    """One prompt with its completions so far. ``generate_batch`` accepts it in place of a prompt.
+
+    It is plain data. Use ``model_dump_json`` and ``model_validate_json`` to keep it across a restart of the trainer.
+    """
+
+    request_id: str
+    prompt: str | None = None
+    """The prompt text. None: the prompt was token ids."""
+    prompt_token_ids: tuple[int, ...] | None
+    """The prompt's token ids. None: the service has not tokenized the text yet."""
+    completions: tuple[Completion, ...] = ()
+    """The completions so far; empty if there are none. Those with ``finish_reason`` "abort" continue, the others have
+    ended and stay unchanged. Their spans name the weight version of each token."""
+    attempts: int = 0
+    """Number of generations of the most interrupted completion, including an unfinished one."""
+    truncated_sampling: bool = False
+    """See ``Rollout.truncated_sampling``; it describes the tokens so far."""
+
+    @model_validator(mode="after")
+    def _has_a_prompt(self) -> PartialRollout:
+        if self.prompt_token_ids is None and (self.prompt is None or self.completions):
+            raise ValueError("prompt_token_ids are missing: only a text prompt without tokens may leave them out")
+        return self
+
+    @classmethod
+    def of(cls, rollout: Rollout, prompt: str | None = None) -> PartialRollout:
+        """Return a partial rollout from a rollout with "abort" completions (``on_abort="return"``, or attempts
+        exhausted).
+
+        ``prompt``: the prompt text, if text was sent.
+        """
+        return cls(
+            request_id=rollout.request_id,
+            prompt=prompt,
+            prompt_token_ids=rollout.prompt_token_ids,
+            completions=rollout.completions,
+            attempts=rollout.attempts,
+            truncated_sampling=rollout.truncated_sampling,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far, in all completions."""
+        return sum(len(completion.token_ids) for completion in self.completions)
 
 
 @dataclass(frozen=True)
@@ -49,15 +97,11 @@ class RolloutStream:
         self._response: httpx.Response | None = None
         self._lines: AsyncIterator[str] | None = None
         self._pieces: list[list[StreamedChoice]] = [[] for _ in range(request.sampling_params.n)]
-        self._prompt_token_ids = request.token_ids
+        self.prompt_token_ids = request.token_ids
+        """The prompt's token ids. None: the service has not tokenized the text yet."""
         self._ready: list[StreamPiece] = []
         self._rollout: Rollout | None = None
         self._request_id, self._is_over = request.request_id or "", False
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...] | None:
-        """The prompt's token ids. None: the service has not tokenized the text yet."""
-        return self._prompt_token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -83,7 +127,7 @@ class RolloutStream:
         return PartialRollout(
             request_id=self._request_id,
             prompt=self._request.prompt,
-            prompt_token_ids=self._prompt_token_ids,
+            prompt_token_ids=self.prompt_token_ids,
             completions=self.completions if self.num_tokens else (),
             attempts=self.attempts,
             truncated_sampling=self._request.sampling_params.is_truncated,
@@ -99,8 +143,8 @@ class RolloutStream:
     async def open(self) -> Self:
         """Open the stream, as ``async with`` does. Raises the errors of ``generate``, after the same retries."""
         body = body_of(self._request)
-        self._response = await self._http.open_stream(
-            "POST", "/inference/v1/generate", json=body, repeat=Repeat.IF_LOST
+        self._response = await self._http.send(
+            "POST", "/inference/v1/generate", json=body, repeat=Repeat.IF_LOST, stream=True
         )
         self._lines = self._response.aiter_lines()
         return self
@@ -132,22 +176,22 @@ class RolloutStream:
             if "error" in data:
                 raise from_wire(200, data)
             chunk = GenerateChunk.model_validate(data)
-        except (ValueError, ValidationError) as error:
+        except ValueError as error:
             raise RolloutServiceError(
                 f"an event that this client cannot read: {error}; install the client of the service's release"
             ) from error
         self._request_id = chunk.request_id
-        self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
+        self.prompt_token_ids = chunk.prompt_token_ids or self.prompt_token_ids
         for choice in chunk.choices:
             self._pieces[choice.index].append(choice)
             self._ready.append(
                 StreamPiece(
-                    choice.index,
-                    choice.token_ids,
-                    _flat(choice),
-                    choice.weight_versions,
-                    choice.text,
-                    choice.finish_reason,
+                    index=choice.index,
+                    token_ids=choice.token_ids,
+                    logprobs=_flat(choice),
+                    spans=choice.weight_versions,
+                    text=choice.text,
+                    finish_reason=choice.finish_reason,
                 )
             )
         if not chunk.choices:
@@ -155,15 +199,17 @@ class RolloutStream:
 
     def _whole(self, last: GenerateChunk) -> Rollout:
         try:
+            if unended := [index for index, read in enumerate(self._pieces) if not read or not read[-1].finish_reason]:
+                raise ValueError(f"completion {unended[0]} has no end")
             return Rollout(
                 request_id=last.request_id,
-                prompt_token_ids=self._prompt_token_ids or (),
-                completions=tuple(_join_pieces(pieces) for pieces in self._pieces),
+                prompt_token_ids=self.prompt_token_ids or (),
+                completions=tuple(_so_far(index, read, None) for index, read in enumerate(self._pieces)),
                 replica_id=last.replica_id or "",
                 attempts=last.attempts or 1,
                 truncated_sampling=bool(last.truncated_sampling),
             )
-        except (ValueError, IndexError) as error:
+        except ValueError as error:
             raise RolloutServiceError(f"stream {last.request_id} contradicts itself: {error}") from error
 
     async def aclose(self) -> None:
@@ -192,13 +238,6 @@ def _flat(choice: StreamedChoice) -> tuple[float, ...]:
     if isinstance(choice.logprobs, tuple):
         return choice.logprobs
     return tuple(token.logprob for token in choice.logprobs.content)
-
-
-def _join_pieces(pieces: list[StreamedChoice]) -> Completion:
-    """Return a completion that has ended."""
-    if pieces[-1].finish_reason is None:
-        raise ValueError(f"completion {pieces[-1].index} has no end")
-    return _so_far(pieces[-1].index, pieces, None)
 
 
 def _so_far(index: int, pieces: list[StreamedChoice], max_tokens: int | None) -> Completion:

@@ -13,9 +13,8 @@ import httpx
 
 from rollout_service.client._client import RolloutClient
 from rollout_service.client._generate import GenerateOptions, Prompt
-from rollout_service.client._partial import PartialRollout
 from rollout_service.client._sessions import AgentSession
-from rollout_service.client._stream import RolloutStream, StreamPiece
+from rollout_service.client._stream import PartialRollout, RolloutStream, StreamPiece
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sessions import Session
 

@@ -16,7 +16,6 @@ from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
 if TYPE_CHECKING:
     import torch
 
-    Named = tuple[str, torch.Tensor]
     NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 Result = TypeVar("Result")
@@ -46,6 +45,8 @@ class TensorSource:
         self.table = tuple(table) if table is not None else _table(self._pairs, last)
         self.gpu = _gpu_of(self._pairs) if self.held else _current_gpu()
         """The GPU of the first GPU tensor. If tensors are made in turn, the current GPU of this process."""
+        self.remaining: Iterator[tuple[str, torch.Tensor]] = iter(())
+        """The tensors that the iteration of ``begin`` has not yielded yet."""
 
     @property
     def can_be_read_again(self) -> bool:
@@ -55,9 +56,11 @@ class TensorSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._checked(own_memory=False)
 
-    def in_own_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over tensors that keep their values when the generator makes the next one."""
-        return self._checked(own_memory=not self.held)
+    def begin(self, *, own_memory: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate from the first tensor on. ``own_memory``: tensors keep their values when a generator makes the next
+        one."""
+        self.remaining = self._checked(own_memory=own_memory and not self.held)
+        return self.remaining
 
     def _checked(self, *, own_memory: bool) -> Iterator[tuple[str, torch.Tensor]]:
         expected = iter(self.table)
@@ -147,32 +150,19 @@ def other_ranks_gather() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-class Gathering:
-    """The tensors of one source, gathered in turn."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self._source = source
-        self.tensors = iter(source)
-        """The remaining tensors."""
-
-    def begin(self, *, own_memory: bool = False) -> Iterator[Named]:
-        """Return an iterator over all tensors. ``own_memory``: see ``TensorSource.in_own_memory``."""
-        self.tensors = self._source.in_own_memory() if own_memory else iter(self._source)
-        return self.tensors
-
-
 @asynccontextmanager
-async def every_rank_gathers(source: TensorSource, thread: TensorThread) -> AsyncIterator[Gathering]:
-    """Provide the tensors of ``source``. At exit, gather the remaining tensors if other ranks take part."""
-    gathering = Gathering(source)
+async def every_rank_gathers(source: TensorSource, thread: TensorThread) -> AsyncIterator[None]:
+    """At exit, gather the tensors that remain in ``source`` if other ranks take part."""
+    source.begin()
     try:
-        yield gathering
+        yield
     except asyncio.CancelledError:
-        gathering.tensors = iter(())  # a cancelled push does not wait for other ranks
+        source.remaining = iter(())  # a cancelled push does not wait for other ranks
         raise
     finally:
+        remaining, source.remaining = source.remaining, iter(())  # without a cycle, memory is freed at once
         if other_ranks_gather():
-            await thread.call(drain, gathering.tensors)
+            await thread.call(drain, remaining)
 
 
 def drain(tensors: Iterable[object]) -> None:

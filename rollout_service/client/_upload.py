@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Literal
 
 from rollout_service.client._control import ControlCalls
-from rollout_service.client._http import Http, http_timeout, parse
+from rollout_service.client._http import Http, Repeat, http_timeout, parse
 from rollout_service.client._part_sender import DirectListeners, PartSender
 from rollout_service.client._parts import Part, bytes_of_each, cut_parts
-from rollout_service.client._retry import Repeat
+from rollout_service.client._push import Push, Transport
 from rollout_service.client._shared_memory import GpuMemory, HostMemory, SharedMemoryPushes
-from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
-from rollout_service.errors import (
-    CommitTimeout,
-    InvalidRequest,
-    QuantizationError,
-    TableUnknown,
-)
+from rollout_service.client._tensors import TensorSource, TensorThread, every_rank_gathers
+from rollout_service.errors import CommitTimeout, QuantizationError, TableUnknown
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.upload import (
     Announcement,
@@ -40,7 +32,6 @@ from rollout_service.runtime.tls import PinnedCertificates
 if TYPE_CHECKING:
     import torch
 
-    from rollout_service.kv_scales import KVScales
     from rollout_service.model.convert import Converter
 
 logger = logging.getLogger("rollout_service.client")
@@ -48,44 +39,20 @@ logger = logging.getLogger("rollout_service.client")
 COMMIT_GRACE_S = 120.0
 """Extra seconds for a commit, which converts and syncs the rest before it starts to wait for replicas."""
 
-Quantize = Literal["service", "trainer"]
-Transport = Literal["auto", "http", "shared_memory", "cuda_ipc", "delta"]
 Shared = Literal["shared_memory", "cuda_ipc"]
 """Transports through shared memory."""
-Cut = Callable[[int, "list[torch.Tensor]"], Iterator[Part]]
-"""Cuts a stream into parts of the given size in bytes. The list is the argument ``free`` of ``cut_parts``."""
-
-
-def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
-    """Return KV scales in the form of ``Announcement.kv_scales``."""
-    return None if kv_scales is None else kv_scales.named()
-
-
-def announcement(version: NewVersion, **what: object) -> Announcement:
-    """Return the announcement of one push, with a new uploader id. Raises InvalidRequest for an invalid version or
-    label."""
-    try:
-        return Announcement.model_validate({"version": version, "uploader": uuid.uuid4().hex, **what})
-    except ValidationError as error:
-        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:4]]
-        raise InvalidRequest(f"version={version!r}, label={what.get('label')!r}: {'; '.join(problems)}") from error
 
 
 class Uploader:
     """Announces, uploads and commits weight versions over the control connections of one client."""
 
     def __init__(self, http: Http, direct: Http, pinned: PinnedCertificates, *, plain: bool) -> None:
-        """Create the uploader.
-
-        Args:
-            http: the service's control connections.
-            direct: connections without a token, which trust the certificates of ``pinned``.
-            pinned: the certificates of the ingest.
-            plain: True to send parts to the ingest over ``PlainConnections``. False: over ``direct``.
-        """
+        """Create the uploader over the service's control connections. See ``DirectListeners`` for the rest."""
         self._http, self._listeners = http, DirectListeners(http, direct, pinned, plain=plain)
-        self._kept: _KeptTable | None = None
-        self._quantizes: _Quantizes | None = None
+        self._kept: tuple[tuple[UploadTensor, ...], str] | None = None
+        """The last announced table, and its name at the ingest."""
+        self._quantizing: tuple[object, Converter, tuple[UploadTensor, ...]] | None = None
+        """What the last converter was made for, the converter, and the table of its results."""
         self._shared: dict[Shared, SharedMemoryPushes] = {
             "cuda_ipc": SharedMemoryPushes(http, self.begin, self._listeners.find, GpuMemory),
             "shared_memory": SharedMemoryPushes(http, self.begin, self._listeners.find, HostMemory),
@@ -118,13 +85,13 @@ class Uploader:
     async def begin(self, begin: Announcement) -> UploadPlan:
         """Announce a version. Raises InvalidManifest, VersionConflict."""
         kept, tensors = self._kept, begin.announced_tensors
-        if kept is not None and kept.tensors == tensors:
+        if kept is not None and kept[0] == tensors:
             try:
-                return await self._announce(begin.by_table(kept.name))
+                return await self._announce(begin.by_table(kept[1]))
             except TableUnknown as reason:
                 logger.debug("the table of tensors is sent again: %s", reason)
         plan = await self._announce(begin)
-        self._kept = None if plan.table is None else _KeptTable(tensors, plan.table)
+        self._kept = None if plan.table is None else (tensors, plan.table)
         return plan
 
     async def _announce(self, begin: Announcement) -> UploadPlan:
@@ -138,11 +105,11 @@ class Uploader:
 
         ``batch_bytes``: see ``Converter``. None: the converter's default.
         """
-        recipe = await ControlCalls(self._http).recipe()
-        known = self._quantizes
-        if known is None or (known.recipe, known.table, known.batch_bytes) != (recipe, table, batch_bytes):
-            known = self._quantizes = await thread.call(_Quantizes.of, recipe, table, batch_bytes)
-        return known.converter, known.stored
+        made_for = await ControlCalls(self._http).recipe(), table, batch_bytes
+        known = self._quantizing
+        if known is None or known[0] != made_for:
+            known = self._quantizing = made_for, *await thread.call(_converter_of, *made_for)
+        return known[1:]
 
     async def commit(self, version: int, commit: CommitUpload) -> WeightStatus:
         """Make a version the newest. Raises UploadIncomplete, QuantizationError, CommitTimeout."""
@@ -155,46 +122,29 @@ class Uploader:
         return await self._awaited(route, request, what, "the same call again does no harm")
 
     async def _awaited(self, route: str, body: HowToLoad, what: str, instead: str) -> WeightStatus:
-        limit_s = body.timeout_s + COMMIT_GRACE_S
+        limit_s, json = body.timeout_s + COMMIT_GRACE_S, body.model_dump(mode="json")
         try:
             async with asyncio.timeout(limit_s):
                 response = await self._http.send(
-                    "POST",
-                    route,
-                    json=body.model_dump(mode="json"),
-                    repeat=Repeat.IDEMPOTENT,
-                    timeout=http_timeout(None),
+                    "POST", route, json=json, repeat=Repeat.IDEMPOTENT, timeout=http_timeout(None)
                 )
         except TimeoutError:
             raise CommitTimeout(f"the service has not answered {what} within {limit_s:g} s: {instead}") from None
         return parse(WeightStatus, response)
 
-    async def send_tensors(
-        self,
-        version: NewVersion,
-        source: TensorSource,
-        thread: TensorThread,
-        *,
-        label: str | None,
-        quantize: Quantize,
-        transport: Transport,
-        kv_scales: dict[str, float] | None,
-        parallel_parts: int,
-        progress: Progress | None,
-    ) -> tuple[int, str]:
+    async def send_tensors(self, push: Push) -> tuple[int, str]:
         """Announce a version and upload its missing parts. Returns the version number and the digest of the whole
         upload.
 
         Raises VersionConflict, InvalidManifest, NotShared if shared memory is required, or QuantizationError for
         weights that the trainer must quantize.
         """
-        async with every_rank_gathers(source, thread) as gathering:
-            table, by_trainer = source.table, quantize == "trainer"
-            stored = gathering.begin(own_memory=by_trainer)
+        source, by_trainer = push.source, push.quantize == "trainer"
+        async with every_rank_gathers(source, push.thread):
+            table, stored = source.table, source.begin(own_memory=by_trainer)
             if by_trainer:
-                converter, table = await self.quantizing(table, thread)
-            ways = self._ways_of(source, transport, table)
-            for kind in ways:
+                converter, table = await self.quantizing(table, push.thread)
+            for kind in self._ways_of(source, push.transport, table):
                 checks: DeferredChecks | None = None
                 if by_trainer:
                     from rollout_service.quant.deferred_checks import DeferredChecks  # imports torch
@@ -202,65 +152,43 @@ class Uploader:
                     # host memory takes codes from the CPU; GPU memory and parts take them from any device
                     to_cpu = kind == "shared_memory"
                     checks = None if to_cpu else DeferredChecks()  # a copy to the CPU synchronizes anyhow
-                    stored = converter.convert(gathering.tensors, to_cpu=to_cpu, checks=checks)
+                    stored = converter.convert(source.remaining, to_cpu=to_cpu, checks=checks)
                 try:
-                    sent = await self._shared[kind].push(
-                        partial(announcement, version, kv_scales=kv_scales, label=label),
-                        table,
-                        stored,
-                        thread,
-                        progress,
-                        otherwise=transport == "auto",
-                        again=transport == "auto" and source.can_be_read_again,
-                        checks=checks,
-                    )
+                    sent = await self._shared[kind].push(push, table, stored, checks)
                 except QuantizationError as error:
-                    raise staged_still(version, error) from error
+                    raise staged_still(push.version, error) from error
                 if sent is not None:
                     return sent
-                stored = gathering.begin(own_memory=by_trainer)
+                stored = source.begin(own_memory=by_trainer)
                 if self._shared[kind].reached:  # the service dropped the batches it had; parts are kept, so send those
                     break
             if by_trainer:
-                stored = converter.convert(gathering.tensors, to_cpu=False)
-            announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
+                stored = converter.convert(source.remaining, to_cpu=False)
             cut = partial(cut_parts, bytes_of_each(stored), held=source.held)
-            return await self.send_stream(announced, cut, thread, parallel_parts=parallel_parts, progress=progress)
+            return await self.send_stream(push, push.announce(tensors=table), cut)
 
     async def send_stream(
-        self,
-        announced: Announcement,
-        cut: Cut,
-        thread: TensorThread,
-        *,
-        parallel_parts: int,
-        progress: Progress | None,
+        self, push: Push, announced: Announcement, cut: Callable[[int, list[torch.Tensor]], Iterator[Part]]
     ) -> tuple[int, str]:
         """Announce a version and upload the missing parts of its stream. Returns and raises as ``send_tensors``.
 
-        Args:
-            announced: the announcement.
-            cut: makes the parts, in any order.
-            thread: the thread that iterates over the parts.
-            parallel_parts: maximum number of concurrent uploads.
-            progress: see ``RolloutClient.push_weights``.
+        ``cut``: ``cut_parts`` of the stream; called with the size of a part in bytes, and ``free``.
         """
         version = announced.version
         try:
-            sender = await self.open(announced, progress)
-            version = sender.version
-            parts = _made_in(thread, cut(sender.part_bytes, sender.free))
-            return version, await sender.send(parts, parallel_parts)
+            sender = await self.open(push, announced)
+            version = sender.plan.version
+            parts = _made_in(push.thread, cut(sender.plan.part_bytes, sender.free))
+            return version, await sender.send(parts, push.parallel_parts)
         except QuantizationError as error:
             raise staged_still(version, error) from error
 
-    async def open(self, announced: Announcement, progress: Progress | None) -> PartSender:
+    async def open(self, push: Push, announced: Announcement) -> PartSender:
         """Announce a version and return the sender of its parts. Raises InvalidManifest, VersionConflict,
         DeltaBaseGone."""
         plan = await self.begin(announced)
-        return PartSender(
-            self._http, await self._listeners.find(plan), announced.numbered(plan.version), plan, progress
-        )
+        listener = await self._listeners.find(plan)
+        return PartSender(self._http, listener, announced.numbered(plan.version), plan, push.progress)
 
 
 async def _made_in(thread: TensorThread, parts: Iterator[Part]) -> AsyncIterator[Part]:
@@ -278,28 +206,11 @@ def staged_still(version: NewVersion, error: QuantizationError) -> QuantizationE
     )
 
 
-class _KeptTable(NamedTuple):
-    """The last announced table, and its name at the ingest."""
+def _converter_of(
+    recipe: TrainerRecipe, table: tuple[UploadTensor, ...], batch_bytes: int | None
+) -> tuple[Converter, tuple[UploadTensor, ...]]:
+    from rollout_service.model.convert import BATCH_BYTES, Converter  # imports torch
 
-    tensors: tuple[UploadTensor, ...]
-    name: str
-
-
-class _Quantizes(NamedTuple):
-    """The converter of a trainer that quantizes, reused at every step."""
-
-    recipe: TrainerRecipe
-    table: tuple[UploadTensor, ...]
-    batch_bytes: int | None
-    converter: Converter
-    stored: tuple[UploadTensor, ...]
-    """The table of the converter's results."""
-
-    @classmethod
-    def of(cls, recipe: TrainerRecipe, table: tuple[UploadTensor, ...], batch_bytes: int | None) -> _Quantizes:
-        """Create the converter. Imports torch."""
-        from rollout_service.model.convert import BATCH_BYTES, Converter  # imports torch
-
-        # CPU tensors stay on the CPU, because the trainer's GPU may have no room
-        converter = Converter(recipe, device="cpu", batch_bytes=batch_bytes or BATCH_BYTES)
-        return cls(recipe, table, batch_bytes, converter, tuple(converter.table(table)))
+    # CPU tensors stay on the CPU, because the trainer's GPU may have no room
+    converter = Converter(recipe, device="cpu", batch_bytes=batch_bytes or BATCH_BYTES)
+    return converter, tuple(converter.table(table))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rollout_service.client._upload import Quantize, Transport
+    from rollout_service.client._push import Quantize, Transport
     from rollout_service.protocol.fleet import PauseMode
     from rollout_service.protocol.upload import UploadTensor
     from rollout_service.protocol.weights import WeightStatus

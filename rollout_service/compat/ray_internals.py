@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from rollout_service.compat.versions import require_release
+from rollout_service.compat import require_release
 
 require_release(("ray",), "2.60")  # before the imports below, whose errors would not say the reason
 
@@ -21,30 +21,17 @@ _SHUTDOWN_S = 30.0
 _POLL_S = 0.1
 
 
-async def controller_answers(within_s: float) -> bool:
-    """Return True if Serve's controller answers a call in time, or while Ray is restarting it."""
+async def controller_answered(within_s: float, *, if_gone: bool = False) -> bool:
+    """Return True if Serve's controller answers a call in time. ``if_gone``: returned if it has died, or is starting,
+    or Serve is shutting down."""
     try:
-        await _ask_controller(within_s)
+        async with asyncio.timeout(within_s):
+            await serve_controller().check_alive.remote()
     except TimeoutError:
         return False
-    except (RayError, ValueError):  # it has died, or Serve is shutting down: neither is fixed by a restart
-        return True
+    except (RayError, ValueError):
+        return if_gone
     return True
-
-
-async def controller_answered(within_s: float) -> bool:
-    """Return True if Serve's controller has answered a call in time, and is neither dead nor starting."""
-    try:
-        await _ask_controller(within_s)
-    except (TimeoutError, RayError, ValueError):
-        return False
-    return True
-
-
-async def _ask_controller(within_s: float) -> None:
-    controller = serve_controller()
-    async with asyncio.timeout(within_s):
-        await controller.check_alive.remote()
 
 
 async def http_options() -> HTTPOptions:

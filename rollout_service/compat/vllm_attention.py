@@ -1,3 +1,5 @@
+# mypy: implicit-reexport
+# ruff: noqa: F401 - names for other modules
 """Undocumented names of vLLM's FlashAttention backend, from whose classes ``engine/attention/`` inherits.
 
 vLLM documents the registration of a backend by a plug-in, but not the parts of a backend. Importing this file loads
@@ -19,17 +21,6 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
-
-__all__ = [
-    "AttentionCGSupport",
-    "AttentionType",
-    "CommonAttentionMetadata",
-    "FlashAttentionBackend",
-    "FlashAttentionImpl",
-    "FlashAttentionMetadata",
-    "FlashAttentionMetadataBuilder",
-    "is_quantized_kv_cache",
-]
 
 
 def flash_attention_calls() -> ModuleType:

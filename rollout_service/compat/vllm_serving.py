@@ -1,3 +1,5 @@
+# mypy: implicit-reexport
+# ruff: noqa: F401 - names for other modules
 """Undocumented names of vLLM's HTTP server that this package uses: its classes for chats, and their parts.
 
 vLLM documents the routes, not the classes. ``gateway/openai/`` passes its dispatcher to them in place of an engine.
@@ -35,37 +37,3 @@ from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.mistral import is_mistral_tokenizer
-
-__all__ = [
-    "AnthropicCountTokensRequest",
-    "AnthropicCountTokensResponse",
-    "AnthropicMessagesRequest",
-    "AnthropicMessagesResponse",
-    "AnthropicServingMessages",
-    "BaseModelPath",
-    "ChatCompletionRequest",
-    "ChatCompletionResponse",
-    "ChatParams",
-    "DeltaMessage",
-    "DetokenizeRequest",
-    "DetokenizeResponse",
-    "EngineClient",
-    "ErrorResponse",
-    "HfRenderer",
-    "OnlineRenderer",
-    "OpenAIServingChat",
-    "OpenAIServingModels",
-    "OpenAIServingResponses",
-    "Parser",
-    "ResponsesRequest",
-    "ResponsesResponse",
-    "ServingTokenization",
-    "TokenizeChatRequest",
-    "TokenizeCompletionRequest",
-    "TokenizeParams",
-    "TokenizeResponse",
-    "construct_chat_messages_with_tool_call",
-    "is_mistral_tokenizer",
-    "load_chat_template",
-    "renderer_from_config",
-]

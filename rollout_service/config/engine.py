@@ -249,25 +249,17 @@ class EngineConfig(Config):
         return data
 
     @model_validator(mode="after")
-    def _experts_need_several_gpus(self) -> "EngineConfig":
+    def _settings_fit(self) -> "EngineConfig":
         if self.expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
                 "engine.expert_parallel shares out experts over the GPUs of a replica, and engine.tensor_parallel_size "
                 "is 1: raise it, or leave expert_parallel out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _offloading_stands_alone(self) -> "EngineConfig":
         others = [name for name in ("enable_sleep_mode", "return_routed_experts") if getattr(self, name)]
         if self.kv_offload_gib is not None and others:
             raise ValueError(
                 f"engine.kv_offload_gib={self.kv_offload_gib:g} is not tested with engine.{others[0]}: leave one out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _graphs_are_not_eager(self) -> "EngineConfig":
         if self.enforce_eager and self.cuda_graph_sizes is not None:
             sizes = list(self.cuda_graph_sizes)
             raise ValueError(f"engine.cuda_graph_sizes={sizes}, but engine.enforce_eager captures none: leave one out")

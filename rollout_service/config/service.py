@@ -94,21 +94,13 @@ class ModelConfig(Config):
     """Create this small random model at ``path`` if nothing is there. None: a missing folder is an error."""
 
     @model_validator(mode="after")
-    def _revision_is_of_a_repository(self) -> "ModelConfig":
+    def _settings_fit(self) -> "ModelConfig":
         if self.revision is not None and self.repo_id is None:
             raise ValueError(
                 f"model.revision is {self.revision}, but model.path={self.path} is no repository on the Hugging Face "
                 "hub, such as Qwen/Qwen3-8B: leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _path_is_ascii(self) -> "ModelConfig":
         _require_ascii(self.path)
-        return self
-
-    @model_validator(mode="after")
-    def _name_is_the_same_on_every_node(self) -> "ModelConfig":
         if self.served_name is None and "$" in self.path.name:
             raise ValueError(f"model.path={self.path} expands differently on each node: set model.served_name")
         return self
@@ -198,14 +190,10 @@ class ScalingConfig(Config):
     Only requests with that ``exact_version`` reach them."""
 
     @model_validator(mode="after")
-    def _resources_are_other_ones(self) -> "ScalingConfig":
+    def _settings_fit(self) -> "ScalingConfig":
         own = {"CPU": "scaling.num_cpus", "GPU": "scaling.num_gpus"}
         if twice := sorted(own.keys() & self.resources.keys()):
             raise ValueError(f"scaling.resources.{twice[0]}: set {own[twice[0]]}")
-        return self
-
-    @model_validator(mode="after")
-    def _max_not_below_min(self) -> "ScalingConfig":
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is below min_replicas={self.min_replicas}: raise it")
         return self
@@ -351,38 +339,24 @@ class WeightsConfig(Config):
         return self.upload_ssl_certfile, self.upload_ssl_keyfile
 
     @model_validator(mode="after")
-    def _certificate_with_its_key(self) -> "WeightsConfig":
+    def _settings_fit(self) -> "WeightsConfig":
         given = {"upload_ssl_certfile": self.upload_ssl_certfile, "upload_ssl_keyfile": self.upload_ssl_keyfile}
         missing = [name for name, file in given.items() if file is None]
         if len(missing) == 1:
             [there] = given.keys() - missing
             raise ValueError(f"weights.{there} is set, but not weights.{missing[0]}: TLS needs both, or leave both out")
-        return self
-
-    @model_validator(mode="after")
-    def _advertised_address_is_listened_on(self) -> "WeightsConfig":
-        if self.upload_advertise_address is None:
-            return self
-        if self.upload_host in _LOOPBACK:
+        if self.upload_advertise_address is not None and self.upload_host in _LOOPBACK:
             raise ValueError(
                 f"weights.upload_advertise_address is {self.upload_advertise_address}, but weights.upload_host is "
                 f"{self.upload_host}, which only programs on the ingest's machine reach: set it to 0.0.0.0"
             )
-        if self.upload_port == 0:
+        if self.upload_advertise_address is not None and self.upload_port == 0:
             raise ValueError(
                 f"weights.upload_advertise_address is {self.upload_advertise_address}, but weights.upload_port is 0, "
                 "so that each start takes another port: choose one"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _published_elsewhere(self) -> "WeightsConfig":
         if self.publish is not None and self.publish == self.watch:
             raise ValueError(f"weights.publish and weights.watch are both {self.publish}: publish into another store")
-        return self
-
-    @model_validator(mode="after")
-    def _polls_before_declared_dead(self) -> "WeightsConfig":
         if self.dead_after_s <= 2 * self.poll_s:
             raise ValueError(
                 f"dead_after_s={self.dead_after_s} must be more than twice poll_s={self.poll_s}: "
@@ -503,7 +477,7 @@ class ServiceConfig(Config):
     """Access control of weights and engines."""
 
     @model_validator(mode="after")
-    def _gpus_are_those_of_an_engine(self) -> "ServiceConfig":
+    def _settings_fit(self) -> "ServiceConfig":
         engines, gpus = self.engine.tensor_parallel_size, self.scaling.num_gpus
         if gpus and (gpus > 1 if engines == 1 else gpus != engines):
             raise ValueError(_wrong_gpus(gpus, engines, self.weights.ingest_num_gpus))
@@ -512,10 +486,6 @@ class ServiceConfig(Config):
             raise ValueError(
                 f"weights.ingest_num_gpus={share:g}, and the ingest quantizes on one GPU: set it to 1 at most"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _offloaded_blocks_are_kept(self) -> "ServiceConfig":
         gib = self.engine.kv_offload_gib
         if gib is not None and self.weights.kv_cache_on_update == "drop":
             raise ValueError(

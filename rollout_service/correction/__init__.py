@@ -5,9 +5,9 @@ the trained one, even with the same weights. ``correct`` applies a recipe (``Cor
 ``preset``) to a batch. Needs only torch; docs/correction.md explains it.
 """
 
-from rollout_service.correction.batch import Rows
-from rollout_service.correction.mismatch import Mismatch, measure_mismatch
+from rollout_service.correction.metrics import Mismatch, measure_mismatch
 from rollout_service.correction.presets import PRESETS, preset
+from rollout_service.correction.ratios import Rows
 from rollout_service.correction.recipe import Corrected, Correction, correct
 from rollout_service.correction.rejection import Rejection, Veto
 from rollout_service.correction.staleness import fresh_tokens, token_lag, token_versions

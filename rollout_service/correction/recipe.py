@@ -5,13 +5,10 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from rollout_service.correction.batch import Advantages, MissingLogprobs, Rows
 from rollout_service.correction.bounds import require_choice
-from rollout_service.correction.metrics import PREFIX, mismatch_metrics
-from rollout_service.correction.ratios import LogRatios, compare
-from rollout_service.correction.rejection import Rejection, Veto
-from rollout_service.correction.rejection_metrics import rejection_metrics, total_rejection_metrics, veto_metrics
-from rollout_service.correction.weight_metrics import applied_metrics, normalized, weight_metrics
+from rollout_service.correction.metrics import mismatch_metrics
+from rollout_service.correction.ratios import Advantages, MissingLogprobs, Rows, compare
+from rollout_service.correction.rejection import Rejection, Veto, shares_rejected
 from rollout_service.correction.weights import GammaWeights, ImportanceWeights
 from rollout_service.protocol.truncation import warn_of_truncated_sampling
 
@@ -115,52 +112,27 @@ def correct(
         warn_of_truncated_sampling("correct")
     recipe = correction or Correction()
     ratios = compare(trainer_logprobs, rollout_logprobs, mask, advantages, missing_logprobs)
-    kept, metrics = _reject(recipe, ratios)
+    kept, metrics = ratios.selected, mismatch_metrics(ratios)
+    judges = (*recipe.rejections, *(() if recipe.veto is None else (recipe.veto,)))
+    for judge in judges:
+        keeps, measured = judge.judge(ratios)
+        kept = kept & keeps
+        metrics |= measured
+    if judges:
+        metrics |= shares_rejected("rollout_rs_", kept, ratios)
     if missing_logprobs != "refuse":
         metrics["rollout_missing_fraction"] = ratios.missing
     weights = ratios.selected.double()
     if recipe.weights is not None:
-        weights, of_weights = _weigh(recipe.weights, ratios)
-        metrics |= of_weights
-    metrics |= mismatch_metrics(ratios)
+        weights, measured = recipe.weights.weigh(ratios)
+        metrics |= measured
     return Corrected(
         weights=(weights * kept).to(ratios.dtype),
         mask=kept,
-        metrics={PREFIX + name: value for name, value in metrics.items()},
+        # verl's prefix, so that metrics of both appear in one chart
+        metrics={f"rollout_corr/{name}": value for name, value in metrics.items()},
         counted=kept if recipe.divides_by == "kept" else ratios.selected,
     )
-
-
-def _weigh(recipe: ImportanceWeights | GammaWeights, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return weights fp64 [batch, tokens], rejected tokens not yet zero, and their metrics."""
-    if isinstance(recipe, GammaWeights):
-        weights = recipe.weights(ratios)
-        return weights, applied_metrics(weights, ratios)
-    raw = recipe.ratios(ratios)
-    weights = recipe.bound(raw, ratios.selected)
-    metrics = weight_metrics(recipe, raw, weights, ratios)
-    if not recipe.batch_normalize:
-        return weights, metrics
-    weights, factor = normalized(recipe, weights, ratios)
-    return weights, metrics | factor
-
-
-def _reject(recipe: Correction, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return the tokens that every rejection and the veto keep, bool [batch, tokens], and the metrics of each."""
-    kept = ratios.selected
-    metrics: dict[str, float] = {}
-    for rejection in recipe.rejections:
-        measured = rejection.measure(ratios)
-        keeps = rejection.kept_tokens(measured, ratios)
-        kept = kept & keeps
-        metrics |= rejection_metrics(rejection, measured, keeps, ratios)
-    if recipe.veto is not None:
-        catastrophic = recipe.veto.catastrophic(ratios)
-        kept = kept & ~ratios.over_tokens(catastrophic.any(-1))
-        metrics |= veto_metrics(catastrophic, ratios)
-    if recipe.rejections or recipe.veto is not None:
-        metrics |= total_rejection_metrics(kept, ratios)
-    return kept, metrics
 
 
 def _require_type(name: str, value: object, *expected: type) -> None:

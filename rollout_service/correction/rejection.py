@@ -1,4 +1,4 @@
-"""Rejection of tokens and sequences: divergence beyond a bound, or one extreme token (veto)."""
+"""Rejection of tokens and sequences: divergence beyond a bound, or one extreme token (veto). With verl's metrics."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from rollout_service.correction.bounds import require_bounds, require_choice
-from rollout_service.correction.ratios import LogRatios, k3, mult_prob_error
+from rollout_service.correction.ratios import LogRatios, k3, mult_prob_error, share
 
 Statistic: TypeAlias = Literal[
     "token_k1", "token_k2", "token_k3",
@@ -58,54 +58,68 @@ class Rejection:
         if self.only_if is not None:
             require_choice("Rejection", "only_if", self.only_if, get_args(OnlyIf))
         owner = f"Rejection {self.statistic}"
-        if not self.is_ratio and self.lower is not None:
+        if not self._is_ratio and self.lower is not None:
             raise ValueError(f"{owner}: lower={self.lower}, but it is never negative and has only an upper bound")
-        if self.is_ratio and self.lower is None and isinstance(self.upper, int | float) and self.upper < 1:
+        if self._is_ratio and self.lower is None and isinstance(self.upper, int | float) and self.upper < 1:
             raise ValueError(f"{owner}: upper={self.upper} without lower is a band [1/upper, upper]: give at least 1")
         require_bounds(owner, self.lower, self.upper)
 
-    @property
-    def is_ratio(self) -> bool:
-        """Return True if the bounds are of a ratio, on both sides."""
-        return self.statistic.endswith("k1")
+    def judge(self, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the mask of kept tokens, bool [batch, tokens], and the statistic's metrics; names without prefix.
 
-    @property
-    def of_tokens(self) -> bool:
-        """Return True if single tokens are rejected, not whole sequences."""
-        return self.statistic.startswith("token_")
+        ``_max``, ``_min`` and the fractions are of tokens for a ``token_`` statistic and of sequences for a ``seq_``
+        one. ``_mean`` and ``_std`` are always over tokens; for ``_std`` the statistic is clamped to its bounds (verl).
+        """
+        smallest, largest = self._limits()
+        of_tokens = self.statistic.startswith("token_")
+        measured = self._measure(ratios)
+        per_token = measured if of_tokens else ratios.over_tokens(measured)
+        kept = (per_token >= smallest) & (per_token <= largest)
+        if self.only_if is not None:
+            advantages = ratios.required_advantages
+            applies = advantages < 0 if self.only_if == "negative" else advantages.sign() * ratios.log_ratio > 0
+            kept = kept | ~applies
+        tokens = per_token[ratios.selected]
+        rows = (ratios.sequence_mean(measured) if of_tokens else measured)[ratios.rows]
+        units = tokens if of_tokens else rows
+        metrics = {
+            "mean": tokens.mean().item(),
+            "max": units.max().item(),
+            "min": units.min().item(),
+            "std": tokens.clamp(smallest, largest).std(correction=0).item(),
+            "fraction_high": share(units > largest),
+            "fraction_low": share(units < smallest),
+            "seq_mean": rows.mean().item(),
+            "seq_std": rows.std().item() if rows.numel() > 1 else 0.0,
+            "seq_max": rows.max().item(),
+            "seq_min": rows.min().item(),
+            "seq_max_deviation": rows.abs().max().item(),
+            "seq_fraction_high": share(rows > largest),
+            "seq_fraction_low": share(rows < smallest),
+        }
+        named = {f"rollout_rs_{self.statistic}_{name}": value for name, value in metrics.items()}
+        return kept, named | shares_rejected(f"rollout_rs_{self.statistic}_", kept, ratios)
 
-    @property
-    def limits(self) -> tuple[float, float]:
+    def _limits(self) -> tuple[float, float]:
         """Return the smallest and largest kept value of the statistic, in its own unit."""
-        if not self.is_ratio:
+        if not self._is_ratio:
             return -math.inf, self.upper
         return math.log(1.0 / self.upper if self.lower is None else self.lower), math.log(self.upper)
 
-    def measure(self, ratios: LogRatios) -> torch.Tensor:
+    @property
+    def _is_ratio(self) -> bool:
+        return self.statistic.endswith("k1")
+
+    def _measure(self, ratios: LogRatios) -> torch.Tensor:
         """Return the statistic, fp64: [batch, tokens] for ``token_``, [batch] for ``seq_``. In nats for k1, k2 and
         k3."""
-        joined = next(joined for joined in _JOINED if self.statistic.startswith(joined))
+        joined = next(joined for joined in ("token", "seq_sum", "seq_mean", "seq_max") if joined in self.statistic)
         divergence = _OF_TOKENS[self.statistic.removeprefix(f"{joined}_")](ratios) * ratios.selected
         if joined == "token":
             return divergence
         if joined == "seq_sum":
             return divergence.sum(-1)
-        return ratios.sequence_mean(divergence) if joined == "seq_mean" else ratios.sequence_max(divergence)
-
-    def keeps(self, measured: torch.Tensor) -> torch.Tensor:
-        """Return the mask of kept entries, bool, same shape."""
-        smallest, largest = self.limits
-        return (measured >= smallest) & (measured <= largest)
-
-    def kept_tokens(self, measured: torch.Tensor, ratios: LogRatios) -> torch.Tensor:
-        """Return the mask of kept tokens, bool [batch, tokens], from the result of ``measure``."""
-        keeps = self.keeps(measured)
-        kept = keeps if self.of_tokens else ratios.over_tokens(keeps)
-        if self.only_if is None:
-            return kept
-        advantages = ratios.required_advantages
-        applies = advantages < 0 if self.only_if == "negative" else advantages.sign() * ratios.log_ratio > 0
-        return kept | ~applies
+        return ratios.sequence_mean(divergence) if joined == "seq_mean" else divergence.amax(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +138,27 @@ class Veto:
             raise ValueError("Veto: neither lower nor upper is given: leave the veto out instead")
         require_bounds("Veto", self.lower, self.upper)
 
-    def catastrophic(self, ratios: LogRatios) -> torch.Tensor:
-        """Return the mask of tokens outside the bounds, bool [batch, tokens]."""
+    def judge(self, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the mask of kept tokens, bool [batch, tokens], and the shares of vetoed tokens and sequences."""
         outside = torch.zeros_like(ratios.selected)
         if self.lower is not None:
             outside = outside | (ratios.log_ratio < math.log(self.lower))
         if self.upper is not None:
             outside = outside | (ratios.log_ratio > math.log(self.upper))
-        return outside & ratios.selected
+        vetoed = (outside & ratios.selected).any(-1)
+        return ~ratios.over_tokens(vetoed), {
+            "rollout_is_catastrophic_token_fraction": share(outside[ratios.selected]),
+            "rollout_is_veto_fraction": share(vetoed[ratios.rows]),
+        }
+
+
+def shares_rejected(prefix: str, kept: torch.Tensor, ratios: LogRatios) -> dict[str, float]:
+    """Return the shares of tokens that are not kept, and of sequences that lost at least one token."""
+    rejected = ~kept & ratios.selected
+    return {
+        f"{prefix}masked_fraction": share(rejected[ratios.selected]),
+        f"{prefix}seq_masked_fraction": share(rejected.any(-1)[ratios.rows]),
+    }
 
 
 def _binary_kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -155,7 +182,6 @@ def _m2(ratios: LogRatios) -> torch.Tensor:
     return torch.zeros_like(ratios.log_ratio).masked_scatter(ratios.selected, means[last])
 
 
-_JOINED = ("token", "seq_sum", "seq_mean", "seq_max")
 _OF_TOKENS: dict[str, Callable[[LogRatios], torch.Tensor]] = {
     "k1": lambda ratios: -ratios.bounded,
     "k2": lambda ratios: 0.5 * ratios.bounded.square(),

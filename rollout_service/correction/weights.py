@@ -1,4 +1,4 @@
-"""Importance weights π_trainer / π_rollout, truncated (TIS) or masked (IcePop)."""
+"""Importance weights π_trainer / π_rollout, truncated (TIS) or masked (IcePop), and verl's metrics of them."""
 
 import math
 from dataclasses import dataclass
@@ -6,9 +6,8 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from rollout_service.correction.batch import Rows
 from rollout_service.correction.bounds import require_bounds, require_choice
-from rollout_service.correction.ratios import LOG_RATIO_BOUND, LogRatios, bounded, compare
+from rollout_service.correction.ratios import LOG_RATIO_BOUND, LogRatios, Rows, bounded, compare, share
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 Outside: TypeAlias = Literal["truncate", "mask"]
@@ -47,13 +46,43 @@ class ImportanceWeights:
         require_choice("ImportanceWeights", "outside", self.outside, get_args(Outside))
         require_bounds("ImportanceWeights", self.lower, self.upper)
 
-    @property
-    def reported_lower(self) -> float:
-        """Return the limit for ``…_fraction_low``: ``lower``, or as in verl 1/``upper`` without one."""
-        return 1.0 / self.upper if self.lower is None else self.lower
+    def weigh(self, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the weights, fp64 [batch, tokens], 0 where masked, and their metrics; names without prefix.
 
-    def ratios(self, ratios: LogRatios) -> torch.Tensor:
-        """Return exp of the level's log-ratio, clamped to ±20: fp64 [batch, tokens], 0 where masked."""
+        Metrics are of the weights before batch normalization. Fractions are of tokens, or of sequences if the level is
+        not ``token``. ``rollout_is_max`` and ``_min`` are of the bounded weights for tokens and of the ratios for
+        sequences, and without ``lower``, ``…_fraction_low`` are the shares below 1/``upper`` (verl).
+        """
+        raw = self._ratios(ratios)
+        weights = self._bound(raw) * ratios.selected
+        raw_tokens, tokens = raw[ratios.selected], weights[ratios.selected]
+        raw_means, means = (ratios.sequence_mean(values)[ratios.rows] for values in (raw, weights))
+        of_tokens = self.level == "token"
+        counted, shown = (raw_tokens, tokens) if of_tokens else (raw_means, raw_means)
+        lower = 1.0 / self.upper if self.lower is None else self.lower
+        metrics = _metrics(tokens) | {
+            "rollout_is_max": shown.max().item(),
+            "rollout_is_min": shown.min().item(),
+            "rollout_is_ratio_fraction_high": share(counted > self.upper),
+            "rollout_is_ratio_fraction_low": share(counted < lower),
+            "rollout_is_seq_mean": means.mean().item(),
+            "rollout_is_seq_std": means.std().item() if means.numel() > 1 else 0.0,
+            "rollout_is_seq_max": means.max().item(),
+            "rollout_is_seq_min": means.min().item(),
+            "rollout_is_seq_max_deviation": (means - 1.0).abs().max().item(),
+            "rollout_is_seq_fraction_high": share(raw_means > self.upper),
+            "rollout_is_seq_fraction_low": share(raw_means < lower),
+        }
+        if self.outside == "mask":
+            metrics["rollout_is_oob_ratio"] = share(~self._within(raw_tokens))
+        if self.batch_normalize:
+            mean = (tokens if of_tokens else means).mean().item()
+            # weights that are all 0 stay unchanged, as in verl
+            factor = metrics["rollout_is_batch_norm_factor"] = mean if mean > 1e-8 else 1.0
+            weights = weights / factor
+        return weights, metrics
+
+    def _ratios(self, ratios: LogRatios) -> torch.Tensor:
         if self.level == "token":
             log = ratios.log_ratio
         elif self.level == "sequence":
@@ -62,14 +91,12 @@ class ImportanceWeights:
             log = ratios.over_tokens(ratios.sequence_mean(ratios.log_ratio))
         return bounded(log).exp() * ratios.selected
 
-    def bound(self, raw: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """Truncate or mask the result of ``ratios``; same shape and dtype."""
+    def _bound(self, raw: torch.Tensor) -> torch.Tensor:
         if self.outside == "truncate":
-            return raw.clamp(min=self.lower, max=self.upper) * selected
-        return raw.where(self.within(raw), 0.0)
+            return raw.clamp(min=self.lower, max=self.upper)
+        return raw.where(self._within(raw), 0.0)
 
-    def within(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return the mask of weights within the bounds, bool, same shape."""
+    def _within(self, raw: torch.Tensor) -> torch.Tensor:
         inside = raw <= self.upper
         return inside if self.lower is None else inside & (raw >= self.lower)
 
@@ -93,13 +120,14 @@ class GammaWeights:
         for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
             require_bounds(f"GammaWeights {name}", getattr(self, name), None)
 
-    def weights(self, ratios: LogRatios) -> torch.Tensor:
-        """Return the weights, fp64 [batch, tokens], 0 where masked."""
+    def weigh(self, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the weights, fp64 [batch, tokens], 0 where masked, and their metrics; names without prefix."""
         log = ratios.over_tokens(ratios.bounded.sum(-1)).clamp(math.log(1e-8), LOG_RATIO_BOUND)
         negative = ratios.required_advantages < 0
         k = torch.full_like(log, self.k_pos).masked_fill(negative, self.k_neg)
         scale = torch.full_like(log, self.lambda_pos).masked_fill(negative, self.lambda_neg)
-        return (scale + k * log - scale * log.exp()).exp() * ratios.selected
+        weights = (scale + k * log - scale * log.exp()).exp() * ratios.selected
+        return weights, _metrics(weights[ratios.selected])
 
 
 def truncated_importance_weights(
@@ -112,10 +140,24 @@ def truncated_importance_weights(
     before the optimizer step; ``rollout_logprobs`` were returned with these tokens. Both are natural logs, [batch,
     tokens] or ragged. ``correct`` does the same with metrics, and other recipes.
 
-    Raises the ValueErrors of ``as_batch``, and ValueError for a cap that is not a positive number.
+    Raises the errors of ``correct``, and ValueError for a cap that is not a positive number.
     """
     if not (math.isfinite(cap) and cap > 0):
         raise ValueError(f"cap={cap} must be a positive number: weights are truncated there (verl's default is 2.0)")
     ratios = compare(trainer_logprobs, rollout_logprobs, mask)
-    recipe = ImportanceWeights(level="token", upper=cap)
-    return recipe.bound(recipe.ratios(ratios), ratios.selected).to(ratios.dtype)
+    return (ratios.bounded.exp().clamp(max=cap) * ratios.selected).to(ratios.dtype)
+
+
+def _metrics(weights: torch.Tensor) -> dict[str, float]:
+    """Return the metrics of all tokens' weights that need no bounds.
+
+    ``…_eff_sample_size`` is 1 / mean((w / mean w)²), in [0, 1]: 1 if all weights are equal, 0 if all are 0.
+    """
+    square = weights.square().mean().item()
+    return {
+        "rollout_is_mean": weights.mean().item(),
+        "rollout_is_max": weights.max().item(),
+        "rollout_is_min": weights.min().item(),
+        "rollout_is_std": weights.std(correction=0).item(),
+        "rollout_is_eff_sample_size": weights.mean().item() ** 2 / square if square > 0 else 0.0,
+    }

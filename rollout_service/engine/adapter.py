@@ -10,8 +10,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from rollout_service.compat.vllm_internals import environment_as_it_is, pause_scheduler, tokens_since
 from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, begin_version
 from rollout_service.engine.adapters import LoadedAdapter
-from rollout_service.engine.core_watch import CoreWatch
 from rollout_service.engine.kv_versions import KVVersions
 from rollout_service.engine.load_statistics import RayStats, SchedulerLog
 from rollout_service.engine.loading.staging_calls import StageCall, stage_at
@@ -62,6 +61,32 @@ logger = logging.getLogger(__name__)
 
 LOAD_LIMIT_S = 1800.0
 """Maximum seconds for loading a version. The health check fails after that, and Serve replaces the replica."""
+
+
+class CoreWatch:
+    """Asks the engine core a question again and again, to notice one that hangs: it lives, and answers nothing."""
+
+    def __init__(self, ask: Callable[[], Awaitable[object]], clock: Callable[[], float] = time.monotonic) -> None:
+        """Create the watch. ``ask``: returns when the core has answered. ``clock``: in seconds."""
+        self._ask, self._clock = ask, clock
+        self._question: asyncio.Task[None] | None = None
+        self._since = 0.0
+
+    def silent_s(self, excused: bool) -> float:
+        """Return for how many seconds the core has not answered, and ask it again if it has.
+
+        ``excused``: True while the core cannot answer; the time starts anew afterwards.
+        """
+        now = self._clock()
+        if self._question is None or self._question.done():
+            self._question, excused = asyncio.create_task(self._until_answered()), True
+        if excused:
+            self._since = now
+        return now - self._since
+
+    async def _until_answered(self) -> None:
+        with suppress(Exception):  # a refusal is an answer; vLLM reports a dead process elsewhere
+            await self._ask()
 
 
 class EngineAdapter:
@@ -281,18 +306,16 @@ class EngineAdapter:
         reasoning: Reasoning | None = None,
         adapter: LoadedAdapter | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        tokens = tokens_input(list(prompt), cache_salt=cache_salt)
-        lora = None if adapter is None else _lora_request(adapter)
-        if reasoning is None:
-            return self._llm.generate(tokens, sampling, request_id, priority=priority, lora_request=lora)
+        thinking: dict[str, Any] = {} if reasoning is None else {"reasoning_ended": reasoning.ended}
+        if reasoning is not None and reasoning.parser_kwargs:
+            thinking["reasoning_parser_kwargs"] = reasoning.parser_kwargs
         return self._llm.generate(
-            tokens,
+            tokens_input(list(prompt), cache_salt=cache_salt),
             sampling,
             request_id,
             priority=priority,
-            lora_request=lora,
-            reasoning_ended=reasoning.ended,
-            reasoning_parser_kwargs=reasoning.parser_kwargs or None,
+            lora_request=None if adapter is None else _lora_request(adapter),
+            **thinking,
         )
 
     async def add_adapter(self, loaded: LoadedAdapter) -> None:
@@ -692,7 +715,13 @@ def sampled_logprobs(output: CompletionOutput) -> tuple[float, ...]:
 def top_logprobs(output: CompletionOutput) -> tuple[tuple[Candidate, ...], ...]:
     """Return the top logprobs of each position, without vLLM's leading entry for the sampled token. Tokens that could
     not be sampled have no finite logprob and are left out."""
-    return tuple(each[1:] for each in _candidates(output.logprobs))
+    flat = output.logprobs
+    every = [
+        Candidate(token, logprob, rank or 0)
+        for token, logprob, rank in zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True)
+    ]
+    positions = zip(flat.start_indices, flat.end_indices, strict=True)
+    return tuple(tuple(each for each in every[s + 1 : e] if math.isfinite(each.logprob)) for s, e in positions)
 
 
 def scores(output: RequestOutput, scoring: Scoring) -> CompactLogprobs:
@@ -726,17 +755,6 @@ def prompt_candidates(output: RequestOutput) -> PromptCandidates:
     kept = np.isfinite(logprobs)
     ends = np.concatenate([[0], np.cumsum(kept)])[flat.end_indices]
     return PromptCandidates(ends, np.array(flat.token_ids)[kept], logprobs[kept], ranks[kept])
-
-
-def _candidates(flat: object) -> list[tuple[Candidate, ...]]:
-    if not isinstance(flat, FlatLogprobs):
-        raise EngineFailed(f"vLLM returned logprobs as {type(flat).__name__}, not FlatLogprobs")
-    every = [
-        Candidate(token, logprob, rank or 0)
-        for token, logprob, rank in zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True)
-    ]
-    positions = zip(flat.start_indices, flat.end_indices, strict=True)
-    return [tuple(each for each in every[start:end] if math.isfinite(each.logprob)) for start, end in positions]
 
 
 def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:

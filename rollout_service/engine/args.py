@@ -18,8 +18,7 @@ from rollout_service.engine.attention.choice import (
     has_latent_attention,
     head_size,
 )
-from rollout_service.engine.batch_invariance import refuse_batch_invariance
-from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
+from rollout_service.engine.cpu.processor import why_no_fp8_cache
 from rollout_service.engine.extra import INDUCTOR, with_extra
 from rollout_service.engine.hardware import Attention, Capability, linear_backend, require_fit
 from rollout_service.engine.kernels.graph_pass import replace_quantizing_operators
@@ -323,3 +322,22 @@ def _kernels(config: ServiceConfig) -> dict[str, object]:
         logger.info("linear layers: %s", "DeepGEMM where sizes allow it" if linear == "auto" else linear)
     # other expert kernels keep strides or scales from before an update in captured CUDA graphs (vLLM issue 41670)
     return {"kernel_config": {"linear_backend": linear, "moe_backend": "triton"}}
+
+
+def refuse_batch_invariance(config: ServiceConfig, on_cpu: bool, has_experts: bool) -> None:
+    """Raise ValueError if vLLM 0.32 cannot keep the result of a sequence independent of the rest of its batch.
+
+    The service uses FlashAttention or Triton attention, which support it (``supports_batch_invariance``). For latent
+    attention, vLLM chooses a kernel that supports it, or refuses.
+    """
+    if not config.engine.deterministic:
+        return
+    if on_cpu:
+        raise ValueError(
+            "engine.deterministic is true, and vLLM has no batch-invariant kernels for the CPU: leave it out"
+        )
+    if has_experts and config.quant.weights in ("fp8_block", "fp8_channel"):
+        raise ValueError(
+            "engine.deterministic is true, and vLLM does not keep it for experts in FP8 (its issues 57016 and 57092): "
+            "set quant.weights: none, or leave it out"
+        )

@@ -14,25 +14,20 @@ class Bf16Config(QuantizationConfig):
 
     @classmethod
     def get_name(cls) -> str:
-        """Return the registered name."""
         return cls.NAME
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Return BF16, the compute dtype of all engines."""
         return [torch.bfloat16]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return 0: no GPU is required."""
         return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Return an empty list: no files besides the model's config.json are read."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, object]) -> Self:
-        """Return a new object: there are no options."""
         return cls()

@@ -37,7 +37,16 @@ def engine_environment(config: ServiceConfig) -> dict[str, str]:
         # tensors do not pass through our RPCs, so pickle is not needed
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
     }
-    return _threads(config) | with_env(owned, config)
+    for name in config.engine.env:
+        if _NAME.fullmatch(name) is None:
+            raise ValueError(f"engine.env.{name}: no name of an environment variable")
+        if name == "VLLM_BATCH_INVARIANT":
+            raise ValueError(f"engine.env.{name} is not taken: set engine.deterministic")
+        if name in owned:
+            raise ValueError(f"engine.env.{name} is not taken: the service sets it to {owned[name]!r}")
+        if _RAYS_OWN.fullmatch(name):
+            raise ValueError(f"engine.env.{name} is not taken: Ray sets it, see scaling.num_gpus and scaling.resources")
+    return _threads(config) | config.engine.env | owned
 
 
 def _threads(config: ServiceConfig) -> dict[str, str]:
@@ -49,18 +58,3 @@ def _threads(config: ServiceConfig) -> dict[str, str]:
     # on a GPU the variable would only change the key of torch.compile's cache, so that another fleet size would
     # recompile
     return {} if alone or not is_vllm_for_cpu() else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
-
-def with_env(owned: dict[str, str], config: ServiceConfig) -> dict[str, str]:
-    """Return the environment of an engine's processes: ours and ``engine.env``. Raises ValueError if both set a
-    variable."""
-    for name in config.engine.env:
-        if _NAME.fullmatch(name) is None:
-            raise ValueError(f"engine.env.{name}: no name of an environment variable")
-        if name == "VLLM_BATCH_INVARIANT":
-            raise ValueError(f"engine.env.{name} is not taken: set engine.deterministic")
-        if name in owned:
-            raise ValueError(f"engine.env.{name} is not taken: the service sets it to {owned[name]!r}")
-        if _RAYS_OWN.fullmatch(name):
-            raise ValueError(f"engine.env.{name} is not taken: Ray sets it, see scaling.num_gpus and scaling.resources")
-    return {**config.engine.env, **owned}

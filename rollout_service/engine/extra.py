@@ -5,9 +5,9 @@ update is refused, too. An unknown name is refused with similar names. Based on 
 ``tests/unit/engine/test_extra.py`` compares ``INSTEAD`` with the arguments in ``args.py``.
 """
 
-from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
+from typing import Any
 
 from transformers import AutoConfig
 from vllm import AsyncEngineArgs
@@ -97,20 +97,11 @@ INSTEAD: dict[str, str] = {
 
 WEIGHTLESS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding without weights."""
-POSITIONS = frozenset(
-    {
-        "max_position_embeddings",
-        "max_window_layers",
-        "rope_parameters",
-        "sliding_window",
-        "use_sliding_window",
-    }
-)
+POSITIONS = {"max_position_embeddings", "max_window_layers", "rope_parameters", "sliding_window", "use_sliding_window"}
 """Keys of a model's config.json that change no tensor, by their names in transformers 5. The older ``rope_scaling`` is
 excluded, because setting it alone would lose ``rope_theta``."""
 INDUCTOR = "inductor_compile_config"
 """Field of vLLM's CompilationConfig: options of torch.compile."""
-_DATA_PARALLEL = "data_parallel_"
 
 
 def check_extra(config: ServiceConfig) -> None:
@@ -124,21 +115,36 @@ def check_extra(config: ServiceConfig) -> None:
                 f"engine.extra.{name}: vLLM's AsyncEngineArgs has no such field"
                 + (f"; near are {', '.join(near)}" if near else ", and none of a name near it")
             )
-        if name.startswith(_DATA_PARALLEL):
+        if name.startswith("data_parallel_"):
             raise ValueError(f"engine.extra.{name} is not taken: {_NODES}")
         if name in INSTEAD:
             raise ValueError(f"engine.extra.{name} is not taken: {INSTEAD[name]}")
-    _check_speculation(extra.get("speculative_config"))
-    _check_compilation(extra.get("compilation_config", {}))
-    overrides = extra.get("hf_overrides", {})
+    if (speculation := extra.get("speculative_config")) is not None:
+        method = speculation.get("method") if isinstance(speculation, dict) else None
+        if method not in WEIGHTLESS:
+            raise ValueError(
+                f"engine.extra.speculative_config.method is {method!r}: a draft model and heads of EAGLE, MTP or "
+                "Medusa have weights of their own, which no version brings and no update reaches. Methods without "
+                f"weights are {', '.join(WEIGHTLESS)}"
+            )
+    compilation = extra.get("compilation_config", {})
+    if not isinstance(compilation, dict) or not isinstance(compilation.get(INDUCTOR, {}), dict):
+        raise ValueError(
+            f"engine.extra.compilation_config is {compilation!r}: give an object with fields of vLLM's "
+            f"CompilationConfig, whose {INDUCTOR} is an object, too"
+        )
+    if not isinstance(extra.get("logits_processors", []), list):
+        raise ValueError("engine.extra.logits_processors: give a list of names such as module:Class")
+    _check_overrides(extra.get("hf_overrides", {}))
+
+
+def _check_overrides(overrides: object) -> None:
     if not isinstance(overrides, dict):
         raise ValueError(f"engine.extra.hf_overrides is {overrides!r}: give an object with keys of config.json")
     if not isinstance(overrides.get("rope_parameters", {}), dict):
         raise ValueError("engine.extra.hf_overrides.rope_parameters: give an object, such as {rope_type: yarn, …}")
     if "head_dtype" in overrides:
         raise ValueError("engine.extra.hf_overrides.head_dtype is not taken: set engine.lm_head")
-    if not isinstance(extra.get("logits_processors", []), list):
-        raise ValueError("engine.extra.logits_processors: give a list of names such as module:Class")
     if others := sorted(overrides.keys() - POSITIONS):
         raise ValueError(
             f"engine.extra.hf_overrides.{others[0]} is not taken: the tensors of a version are those of the model's "
@@ -146,55 +152,29 @@ def check_extra(config: ServiceConfig) -> None:
         )
 
 
-def _check_speculation(given: object) -> None:
-    if given is None:
-        return
-    method = given.get("method") if isinstance(given, dict) else None
-    if method not in WEIGHTLESS:
-        raise ValueError(
-            f"engine.extra.speculative_config.method is {method!r}: a draft model and heads of EAGLE, MTP or Medusa "
-            "have weights of their own, which no version brings and no update reaches. Methods without weights are "
-            f"{', '.join(WEIGHTLESS)}"
-        )
-
-
-def _check_compilation(given: object) -> None:
-    if not isinstance(given, dict) or not isinstance(given.get(INDUCTOR, {}), dict):
-        raise ValueError(
-            f"engine.extra.compilation_config is {given!r}: give an object with fields of vLLM's CompilationConfig, "
-            f"whose {INDUCTOR} is an object, too"
-        )
-
-
-def with_extra(owned: dict[str, object], config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
+def with_extra(owned: dict[str, Any], config: ServiceConfig, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments of an engine: ours and ``engine.extra``.
 
     Raises the errors of ``check_extra``, and ValueError for speculation on the CPU.
     """
     check_extra(config)
-    extra = dict(config.engine.extra)
+    extra: dict[str, Any] = dict(config.engine.extra)
     if on_cpu and extra.get("speculative_config") is not None:
         raise ValueError(
             "engine.extra.speculative_config: on the CPU vLLM 0.32 returns logprobs with it that are not numbers: "
             "leave it out"
         )
-    overrides = {**_mapping(extra.pop("hf_overrides", {})), **_mapping(owned["hf_overrides"])}
-    compilation = _compilation(_mapping(owned["compilation_config"]), _mapping(extra.pop("compilation_config", {})))
-    processors = [*_list(owned["logits_processors"]), *_list(extra.pop("logits_processors", []))]
+    overrides = {**extra.pop("hf_overrides", {}), **owned["hf_overrides"]}
     if "rope_parameters" in overrides:
-        overrides["rope_parameters"] = _rope_parameters(config, _mapping(overrides["rope_parameters"]))
-    if twice := sorted(owned.keys() & extra.keys()):
-        raise ValueError(f"engine.extra.{twice[0]} is not taken: the service sets it")
+        overrides["rope_parameters"] = _rope_parameters(config, overrides["rope_parameters"])
+    ours, given = owned["compilation_config"], extra.pop("compilation_config", {})
+    compilation = {**ours, **given, INDUCTOR: {**ours.get(INDUCTOR, {}), **given.get(INDUCTOR, {})}}
+    processors = [*owned["logits_processors"], *extra.pop("logits_processors", [])]
     merged = {"hf_overrides": overrides, "logits_processors": processors or None, "compilation_config": compilation}
     return {**owned, **extra, **merged}
 
 
-def _compilation(owned: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-    inductor = {**_mapping(owned.get(INDUCTOR, {})), **_mapping(given.get(INDUCTOR, {}))}
-    return {**owned, **given, INDUCTOR: inductor}
-
-
-def _rope_parameters(config: ServiceConfig, given: Mapping[str, object]) -> dict[str, object]:
+def _rope_parameters(config: ServiceConfig, given: dict[str, object]) -> dict[str, object]:
     """Return the model's own parameters, such as ``rope_theta``, updated by the given ones. vLLM itself replaces all of
     them."""
     own = AutoConfig.from_pretrained(config.model.path).get_text_config().rope_parameters or {}
@@ -204,13 +184,3 @@ def _rope_parameters(config: ServiceConfig, given: Mapping[str, object]) -> dict
             f"({', '.join(own)}), and such models keep theirs here: leave it out"
         )
     return {**own, **given}
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    assert isinstance(value, Mapping)
-    return value
-
-
-def _list(value: object) -> list[object]:
-    assert isinstance(value, list)
-    return value

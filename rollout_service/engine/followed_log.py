@@ -4,16 +4,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.errors import LogCorrupt, LogUnreadable, NotFound, NotReady
 from rollout_service.protocol.weight_log import Control, Head, Origin
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.node_cache import NodeCache
-
-if TYPE_CHECKING:
-    from rollout_service.engine.adapter import EngineAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +106,7 @@ class FollowedLog:
             "weights.ingest_resources, or restart the service"
         )
 
-    async def stage(self, head: Head, engine: "EngineAdapter") -> Manifest:
+    async def stage(self, head: Head, engine: EngineAdapter) -> Manifest:
         """Copy and check every byte of a version, and stage it in the engine, which keeps serving.
 
         Raises NotFound, NotReady, LogCorrupt, InsufficientStorage, EngineFailed.
@@ -124,16 +122,12 @@ class FollowedLog:
             await self._copies.fetch(head)
             return await self._read(head, engine)
 
-    def folder(self, version: int) -> Path:
-        """Return the folder of a staged version."""
-        return self.log.folder(version)
-
     def release_all_but(self, version: int) -> None:
         """Allow the deletion of the copies of other versions."""
         if self._copies is not None:
             self._copies.release(but=version)
 
-    async def _read(self, head: Head, engine: "EngineAdapter") -> Manifest:
+    async def _read(self, head: Head, engine: EngineAdapter) -> Manifest:
         """Read a version. The engine's workers check the tensors while this process checks everything else.
 
         Returns or raises once both have ended. An error in the version as a whole takes precedence over an error in a

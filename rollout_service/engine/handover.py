@@ -3,14 +3,11 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
+from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.fleet.routing import STATS_PERIOD_S
 from rollout_service.runtime.drain import Drain
-
-if TYPE_CHECKING:
-    from rollout_service.engine.adapter import EngineAdapter
 
 UNASKED_AFTER_S = 10 * STATS_PERIOD_S
 """Seconds without a call after which the replica counts as removed. Serve asks for health and routing stats every
@@ -48,7 +45,7 @@ class HandOver:
     def _unasked_s(self) -> float:
         return 0.0 if self._asked_at is None else self._clock() - self._asked_at
 
-    async def hand_over(self, engine: "EngineAdapter") -> None:
+    async def hand_over(self, engine: EngineAdapter) -> None:
         """Drain: let running calls finish while other replicas serve, then abort them so that others continue them.
 
         Without another replica the calls are aborted at once. The gateway keeps their tokens, and the successor starts
@@ -60,7 +57,7 @@ class HandOver:
             await engine.abort()
             await self._sleep(_POLL_S)
 
-    async def watch(self, engine: "EngineAdapter") -> None:
+    async def watch(self, engine: EngineAdapter) -> None:
         """Run forever: abort running calls in time if Serve has removed this replica without notice."""
         while True:
             await self._sleep(STATS_PERIOD_S)

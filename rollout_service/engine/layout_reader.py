@@ -13,7 +13,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -81,43 +81,6 @@ class ReadingConfig(Bf16Config):
         return None
 
 
-class Checkpoint:
-    """Tensors with the checkpoint's names and shapes but without memory. Each can be identified when a loader receives
-    it."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        # all are views of one meta tensor, so that an offset in it identifies a tensor
-        self._names = list(shapes)
-        self._shapes = shapes
-        self._starts: list[int] = []
-        start = 1 << 20
-        for shape in shapes.values():
-            self._starts.append(start)
-            start += torch.Size(shape).numel()
-        self._memory = torch.empty(start, dtype=torch.bfloat16, device="meta")
-        self.last = ""
-        """Name of the last yielded tensor."""
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors with their names."""
-        for name, start in zip(self._names, self._starts, strict=True):
-            shape, self.last = self._shapes[name], name
-            yield name, self._memory[start : start + torch.Size(shape).numel()].view(shape)
-
-    def matrices(self) -> Iterator[str]:
-        """Return the names of tensors with at least two dimensions."""
-        return (name for name, shape in self._shapes.items() if len(shape) > 1)
-
-    def find(self, loaded: torch.Tensor) -> tuple[str, bool]:
-        """Return the tensor that ``loaded`` is, or is made of, and True if it is that tensor unchanged."""
-        place = bisect.bisect_right(self._starts, loaded.storage_offset()) - 1
-        if place < 0 or loaded.device != self._memory.device:  # a copy, most likely of the last tensor
-            return self.last, False
-        name, shape = self._names[place], self._shapes[self._names[place]]
-        whole = loaded.storage_offset() == self._starts[place] and tuple(loaded.shape) == shape
-        return name, whole and loaded.is_contiguous()
-
-
 @dataclass
 class Arrived:
     """A tensor that was loaded into a layer's weight."""
@@ -128,20 +91,38 @@ class Arrived:
     shard: object
     expert: int | None
 
+    @property
+    def module(self) -> str:
+        """The name of the checkpoint's module."""
+        return self.name.removesuffix(".weight")
 
-@dataclass
-class Recorder:
-    """Replaces every parameter's loader, and records the tensors that it receives."""
 
-    checkpoint: Checkpoint
-    arrived: dict[str, list[Arrived]] = field(default_factory=dict)
-    """Parameters mapped to the tensors that they are made of."""
+class Checkpoint:
+    """Tensors with the checkpoint's names and shapes but without memory, and where vLLM loads them."""
 
-    def loader(self, parameter: str) -> Callable[..., bool]:
-        """Return a loader that records the tensors for ``parameter``."""
+    def __init__(self, built: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Load the tensors into ``built``, whose parameters' loaders are replaced: each only records what it
+        receives."""
+        # all are views of one meta tensor, so that an offset in it identifies a tensor
+        self._shapes, self._names, self._starts = shapes, list(shapes), list[int]()
+        start = 1 << 20
+        for shape in shapes.values():
+            self._starts.append(start)
+            start += torch.Size(shape).numel()
+        self._memory = torch.empty(start, dtype=torch.bfloat16, device="meta")
+        self._last = ""
+        self.arrived: dict[str, list[Arrived]] = {}
+        """Parameters mapped to the tensors that they are made of."""
+        load_weights(built, self._tensors(), self._loader)
 
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, start in zip(self._names, self._starts, strict=True):
+            shape, self._last = self._shapes[name], name
+            yield name, self._memory[start : start + torch.Size(shape).numel()].view(shape)
+
+    def _loader(self, parameter: str) -> Callable[..., bool]:
         def note(param: torch.Tensor, loaded_weight: torch.Tensor, *args: object, **named: object) -> bool:
-            name, whole = self.checkpoint.find(loaded_weight)
+            name, whole = self._find(loaded_weight)
             rows = loaded_weight.shape[0] if loaded_weight.ndim else 0
             shard = named.get("shard_id", named.get("loaded_shard_id", args[0] if len(args) == 1 else None))
             expert = named.get("expert_id")
@@ -150,6 +131,15 @@ class Recorder:
             return True
 
         return note
+
+    def _find(self, loaded: torch.Tensor) -> tuple[str, bool]:
+        """Return the tensor that ``loaded`` is, or is made of, and True if it is that tensor unchanged."""
+        place = bisect.bisect_right(self._starts, loaded.storage_offset()) - 1
+        if place < 0 or loaded.device != self._memory.device:  # a copy, most likely of the last tensor
+            return self._last, False
+        name, shape = self._names[place], self._shapes[self._names[place]]
+        whole = loaded.storage_offset() == self._starts[place] and tuple(loaded.shape) == shape
+        return name, whole and loaded.is_contiguous()
 
 
 def read_layout(folder: Path) -> EngineLayout:
@@ -201,12 +191,10 @@ def _world(config: VllmConfig) -> Iterator[None]:
 def _read(model: ServedModel, config: VllmConfig) -> EngineLayout:
     _asked.clear()
     built = built_model(config)
-    tensors = _without_tied_head(model)
-    recorder = _record_load(built, tensors)
-    not_loaded: tuple[str, ...] = ()
-    if model.tied and not _takes_head(built, model):
-        not_loaded = (model.head,)
-    return _layout(built, recorder, not_loaded)
+    shapes = _without_tied_head(model)
+    checkpoint = Checkpoint(built, shapes)
+    is_head_refused = model.tied and not _takes_head(built, model)
+    return _layout(built, checkpoint, shapes, (model.head,) if is_head_refused else ())
 
 
 def _without_tied_head(model: ServedModel) -> dict[str, tuple[int, ...]]:
@@ -226,11 +214,11 @@ def _split_modules(model: ServedModel, layout: EngineLayout) -> set[str]:
     config = _vllm_config(model.path, None, planned.not_converted)
     with _world(config):
         built = built_model(config)
-        recorder = _record_load(built, tensors)
+        arrivals = Checkpoint(built, tensors).arrived
     empty = [name for name, _ in built.named_parameters() if name.endswith(SCALE_SUFFIX)]
-    if empty := [name for name in empty if name not in recorder.arrived]:
+    if empty := [name for name in empty if name not in arrivals]:
         raise ValueError(f"it is quantized in {len(empty)} modules that it is told to leave in BF16: {empty[:4]}")
-    arrived = {part.name: parameter for parameter, parts in recorder.arrived.items() for part in parts if part.whole}
+    arrived = {part.name: parameter for parameter, parts in arrivals.items() for part in parts if part.whole}
     return {
         name.removesuffix(".weight")
         for name in planned.quantized
@@ -250,24 +238,19 @@ def _without(layout: EngineLayout, refused: set[str]) -> EngineLayout:
     )
 
 
-def _record_load(built: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Recorder:
-    checkpoint = Checkpoint(shapes)
-    recorder = Recorder(checkpoint)
-    load_weights(built, checkpoint.tensors(), recorder.loader)
-    return recorder
-
-
 def _takes_head(built: torch.nn.Module, model: ServedModel) -> bool:
     """Return True if the loader accepts a tied head. Many skip it, but a CPU engine's reload takes the head from
     there."""
     try:
-        _record_load(built, model.shapes)
+        Checkpoint(built, model.shapes)
     except (ValueError, KeyError):  # vLLM's loaders raise these for an unknown name
         return False
     return True
 
 
-def _layout(built: torch.nn.Module, recorder: Recorder, not_loaded: tuple[str, ...]) -> EngineLayout:
+def _layout(
+    built: torch.nn.Module, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], not_loaded: tuple[str, ...]
+) -> EngineLayout:
     asked = {id(layer): prefix for layer, prefix in _asked}
     routers = _routers(built)
     language = _language_model(built)
@@ -279,20 +262,21 @@ def _layout(built: torch.nn.Module, recorder: Recorder, not_loaded: tuple[str, .
         if not isinstance(layer, (LinearBase, RoutedExperts)) or id(layer) in seen:
             continue
         seen.add(id(layer))
-        arrived = _arrivals_in(path, layer, recorder)
+        leaves = ("w13_weight", "w2_weight") if isinstance(layer, RoutedExperts) else ("weight",)
+        arrived = [part for leaf in leaves for part in checkpoint.arrived.get(f"{path}.{leaf}", ())]
         prefix = asked.get(id(layer))
         parts = _parts(layer, arrived)
         why = _why_kept(prefix, parts, routers, path, language)
         if why is None and prefix is not None and parts is not None:
             modules.append(LayoutModule(name=prefix, parts=parts, experts=isinstance(layer, RoutedExperts)))
             continue
-        kept |= {part.name.removesuffix(".weight"): why or WITHOUT for part in arrived}
+        kept |= {part.module: why or WITHOUT for part in arrived}
         if prefix is not None:
             not_converted.append(prefix)
-    arrived_anywhere = {part.name for parts in recorder.arrived.values() for part in parts}
+    arrived_anywhere = {part.name for parts in checkpoint.arrived.values() for part in parts}
     # a vision tower is not built when only the language model is served
     elsewhere = OUTSIDE if language else REARRANGED
-    missing = (name for name in recorder.checkpoint.matrices() if name not in arrived_anywhere)
+    missing = (name for name, shape in shapes.items() if len(shape) > 1 and name not in arrived_anywhere)
     kept |= {name.removesuffix(".weight"): elsewhere for name in missing}
     return EngineLayout(
         source=f"vLLM {_version()}, {type(built).__name__}",
@@ -316,11 +300,6 @@ def _why_kept(
     return None if parts else REARRANGED
 
 
-def _arrivals_in(path: str, layer: torch.nn.Module, recorder: Recorder) -> list[Arrived]:
-    leaves = ("w13_weight", "w2_weight") if isinstance(layer, RoutedExperts) else ("weight",)
-    return [arrived for leaf in leaves for arrived in recorder.arrived.get(f"{path}.{leaf}", ())]
-
-
 def _parts(layer: torch.nn.Module, arrived: list[Arrived]) -> tuple[LayoutPart, ...] | None:
     """Return the parts of a layer. None if they are not whole matrices of the checkpoint, each in one place."""
     names = [part.name for part in arrived]
@@ -335,7 +314,7 @@ def _expert_parts(arrived: list[Arrived]) -> tuple[LayoutPart, ...] | None:
     if any(part.expert is None or part.shard not in _EXPERT_CUTS for part in arrived):
         return None
     ordered = sorted(arrived, key=lambda part: (part.expert or 0, _EXPERT_ORDER.index(str(part.shard))))
-    return tuple(LayoutPart(name=_module(part), cut=_EXPERT_CUTS[part.shard]) for part in ordered)
+    return tuple(LayoutPart(name=part.module, cut=_EXPERT_CUTS[part.shard]) for part in ordered)
 
 
 def _linear_parts(layer: torch.nn.Module, arrived: list[Arrived]) -> tuple[LayoutPart, ...] | None:
@@ -351,7 +330,7 @@ def _linear_parts(layer: torch.nn.Module, arrived: list[Arrived]) -> tuple[Layou
         place, sections = placed
         if sections and sum(section.rows for section in sections) != part.rows:
             return None  # padded, or more heads than the checkpoint has
-        found.append((place, LayoutPart(name=_module(part), cut=cut, sections=sections)))
+        found.append((place, LayoutPart(name=part.module, cut=cut, sections=sections)))
     return tuple(part for _, part in sorted(found, key=lambda pair: pair[0]))
 
 
@@ -399,10 +378,6 @@ def _language_model(built: torch.nn.Module) -> str:
         return ""
     language = get()
     return next((f"{path}." for path, module in built.named_modules() if module is language and path), "")
-
-
-def _module(part: Arrived) -> str:
-    return part.name.removesuffix(".weight")
 
 
 def _version() -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -15,7 +15,7 @@ from rollout_service.compat.vllm_internals import (
     without_inter_token_latencies,
 )
 from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
-from rollout_service.metrics.process import count_kv_reads, set_load
+from rollout_service.metrics.process import count_kv_reads
 from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
 
 if TYPE_CHECKING:
@@ -84,31 +84,21 @@ class SchedulerLog(StatLoggerBase):
     def log_engine_initialized(self) -> None:
         """Do nothing. vLLM calls this at the start."""
 
-    def load(self, admitted: int) -> dict[str, float]:
-        """Return the running and the waiting sequences, and the fraction of KV blocks in use.
+    def load(self, admitted: int, kv_cache_tokens: int) -> EngineLoad:
+        """Return the engine's load, for reports.
 
-        ``admitted``: sequences that the replica has accepted and not answered. It is used instead of old statistics,
-        and if it is zero.
+        ``admitted``: sequences that the replica has accepted and not answered. If the last step is old, the engine is
+        paused and all of them are deferred.
         """
         stats = self._stats
-        if admitted == 0:
-            return {RUNNING: 0.0, WAITING: 0.0, KV_USAGE: 0.0}
-        if time.monotonic() - self._at > FRESH_S:
-            return {RUNNING: 0.0, WAITING: float(admitted), KV_USAGE: stats.kv_cache_usage}
-        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        return {RUNNING: float(stats.num_running_reqs), WAITING: float(waiting), KV_USAGE: stats.kv_cache_usage}
-
-    def engine_load(self, admitted: int, kv_cache_tokens: int) -> EngineLoad:
-        """Return the load for reports. If the last step is old, the engine is paused and all admitted sequences are
-        deferred."""
-        load = self.load(admitted)
-        fresh = time.monotonic() - self._at <= FRESH_S
-        waiting = self._stats.num_waiting_reqs if fresh and admitted else 0
+        if admitted == 0:  # the last step's statistics stay after an abort
+            return EngineLoad(running=0, waiting=0, deferred=0, kv_cache_usage=0.0, kv_cache_tokens=kv_cache_tokens)
+        is_fresh = time.monotonic() - self._at <= FRESH_S
         return EngineLoad(
-            running=int(load[RUNNING]),
-            waiting=waiting,
-            deferred=int(load[WAITING]) - waiting,
-            kv_cache_usage=load[KV_USAGE],
+            running=stats.num_running_reqs if is_fresh else 0,
+            waiting=stats.num_waiting_reqs if is_fresh else 0,
+            deferred=stats.num_skipped_waiting_reqs if is_fresh else admitted,
+            kv_cache_usage=stats.kv_cache_usage,
             kv_cache_tokens=kv_cache_tokens,
         )
 
@@ -133,20 +123,17 @@ class RayStats(RayPrometheusStatLogger):
         super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
 
-class ReadingEngine(Protocol):
-    """The part of the engine adapter that counts KV reads."""
-
-    async def kv_reads(self) -> tuple[int, int]: ...
-
-
-async def watch_kv_reads(engine: ReadingEngine, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-    """Count the KV reads of ``EngineAdapter.kv_reads``, one period late, until the engine is dead."""
+async def watch_kv_reads(
+    read: Callable[[], Awaitable[tuple[int, int]]], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+) -> None:
+    """Count the KV reads that ``read``, ``EngineAdapter.kv_reads``, returns, one period late, until the engine is
+    dead."""
     before: tuple[int, int] | None = None
     try:
-        await engine.kv_reads()  # the answer is from an unknown time; the next answer is from now
+        await read()  # the answer is from an unknown time; the next answer is from now
         while True:
             await sleep(KV_READS_PERIOD_S)
-            attended, spared = await engine.kv_reads()
+            attended, spared = await read()
             if before is not None:  # the first counts come from vLLM's own runs at the engine's start
                 count_kv_reads(attended - before[0], spared - before[1])
             before = attended, spared
@@ -175,19 +162,15 @@ class GatewayQueues:
         return sum(sequences for sequences, _ in self._queues.values())
 
 
-def autoscaling_stats(status: ReplicaStatus, log: SchedulerLog, queued: int = 0) -> dict[str, float]:
+def autoscaling_stats(status: ReplicaStatus, load: EngineLoad, queued: int = 0) -> dict[str, float]:
     """Return the values for ``record_autoscaling_stats``. All are numbers, because Serve stops asking otherwise.
 
     ``queued``: sequences that wait in the gateways; they count as waiting.
     """
-    serving = status.state == "ready" and not status.paused and status.error is None
-    version = -1 if status.version is None else status.version
-    load = log.load(status.running)
-    load[WAITING] += queued
-    return {**load, VERSION: float(version), SERVING: float(serving)}
-
-
-def show_load(status: ReplicaStatus, log: SchedulerLog) -> None:
-    """Export the load for Prometheus. vLLM's own gauges disappear while it is idle or paused."""
-    load = log.load(status.running)
-    set_load(load[RUNNING], load[WAITING], load[KV_USAGE])
+    return {
+        RUNNING: float(load.running),
+        WAITING: float(load.waiting + load.deferred + queued),
+        KV_USAGE: load.kv_cache_usage,
+        VERSION: -1.0 if status.version is None else float(status.version),
+        SERVING: float(status.state == "ready" and not status.paused and status.error is None),
+    }

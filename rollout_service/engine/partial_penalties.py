@@ -10,7 +10,7 @@ penalties cost anything.
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.logits_processor import LogitsProcessor as ForModelRunnerV1
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ForModelRunnerV2
 
 from rollout_service.protocol.sampling import Sampling
@@ -86,37 +86,6 @@ class _Request:
             self.counted += len(new)
 
 
-@dataclass
-class _Slots:
-    """State of continued requests in model runner V2, by slot."""
-
-    states: LogitsProcRequestState
-    penalties: dict[int, Penalties] = field(default_factory=dict)
-
-    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> None:
-        """Apply the penalties in place. Without speculation, each row is a request."""
-        slots_of_rows = ctx.idx_mapping_np.tolist()
-        rows = [row for row, slot in enumerate(slots_of_rows) if slot in self.penalties]
-        if not rows:
-            return
-        device = logits.device
-        asked = [self.penalties[slots_of_rows[row]] for row in rows]
-        longest = int(np.max(ctx.seq_lens_upper_bound_np[rows]))
-        at = torch.tensor(rows, device=device)
-        slots = ctx.idx_mapping[at].long()
-        tokens = self.states.all_token_ids.gpu[slots, :longest].long()
-        position = torch.arange(longest, device=device)
-        there = position <= ctx.pos[at].unsqueeze(1)
-        partial = torch.tensor([each.partial_tokens for each in asked], device=device)
-        first = self.states.prompt_len.gpu[slots] - partial
-        made = there & (position >= first.unsqueeze(1))
-        tokens.masked_fill_(~there, 0)  # values beyond the sequence may be invalid tokens
-        shape = len(rows), logits.shape[1]
-        seen = torch.zeros(shape, dtype=torch.int32, device=device).scatter_add_(1, tokens, there.int())
-        counts = torch.zeros(shape, dtype=torch.int32, device=device).scatter_add_(1, tokens, made.int())
-        logits[at] = apply_penalties(logits[at], seen > 0, counts, asked)
-
-
 def apply_penalties(
     logits: torch.Tensor, seen: torch.Tensor, counts: torch.Tensor, asked: list[Penalties]
 ) -> torch.Tensor:
@@ -141,10 +110,11 @@ class PartialPenalties(ForModelRunnerV1, ForModelRunnerV2):
     def __init__(self, vllm_config: VllmConfig, where: Any, is_pin_memory: bool = False) -> None:
         """Create the processor. ``where``: a device (V1), or the runner's ``LogitsProcRequestState`` (V2)."""
         self._vocabulary = vllm_config.model_config.get_vocab_size()
-        self._slots = _Slots(where) if isinstance(where, LogitsProcRequestState) else None
-        self._device = None if self._slots else where
+        self._where = where
         self._requests: dict[int, _Request] = {}
         """Requests of model runner V1, by row."""
+        self._slots: dict[int, Penalties] = {}
+        """Penalties of requests of model runner V2, by slot."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -172,27 +142,25 @@ class PartialPenalties(ForModelRunnerV1, ForModelRunnerV2):
                 self._requests[one] = stayed
 
     def _request(self, penalties: Penalties, prompt: list[int], output: list[int]) -> _Request:
-        seen = torch.zeros(self._vocabulary, dtype=torch.bool, device=self._device)
-        seen[torch.tensor(prompt, dtype=torch.int64, device=self._device)] = True
-        counts = torch.zeros(self._vocabulary, dtype=torch.int32, device=self._device)
+        seen = torch.zeros(self._vocabulary, dtype=torch.bool, device=self._where)
+        seen[torch.tensor(prompt, dtype=torch.int64, device=self._where)] = True
+        counts = torch.zeros(self._vocabulary, dtype=torch.int32, device=self._where)
         request = _Request(penalties, output, seen, counts)
         request.count(prompt[len(prompt) - penalties.partial_tokens :])
         return request
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Assign a slot to a request of model runner V2."""
-        assert self._slots is not None
-        self._slots.penalties.pop(req_idx, None)
+        self._slots.pop(req_idx, None)
         penalties = Penalties.of(sampling_params)
         if penalties is not None:
-            self._slots.penalties[req_idx] = penalties
+            self._slots[req_idx] = penalties
         return penalties is not None
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
         """Apply the penalties in place to logits, fp32 [rows, vocabulary]."""
-        if self._slots is not None:
-            assert ctx is not None
-            self._slots.apply(logits, ctx)
+        if ctx is not None:
+            self._apply_v2(logits, ctx)
             return logits
         for row, request in self._requests.items():
             request.catch_up()
@@ -204,3 +172,26 @@ class PartialPenalties(ForModelRunnerV1, ForModelRunnerV2):
                 [request.penalties],
             )
         return logits
+
+    def _apply_v2(self, logits: torch.Tensor, ctx: LogitsContext) -> None:
+        """Apply the penalties of model runner V2. Without speculation, each row is a request."""
+        slots_of_rows = ctx.idx_mapping_np.tolist()
+        rows = [row for row, slot in enumerate(slots_of_rows) if slot in self._slots]
+        if not rows:
+            return
+        device = logits.device
+        asked = [self._slots[slots_of_rows[row]] for row in rows]
+        longest = int(np.max(ctx.seq_lens_upper_bound_np[rows]))
+        at = torch.tensor(rows, device=device)
+        slots = ctx.idx_mapping[at].long()
+        tokens = self._where.all_token_ids.gpu[slots, :longest].long()
+        position = torch.arange(longest, device=device)
+        there = position <= ctx.pos[at].unsqueeze(1)
+        partial = torch.tensor([each.partial_tokens for each in asked], device=device)
+        first = self._where.prompt_len.gpu[slots] - partial
+        made = there & (position >= first.unsqueeze(1))
+        tokens.masked_fill_(~there, 0)  # values beyond the sequence may be invalid tokens
+        shape = len(rows), logits.shape[1]
+        seen = torch.zeros(shape, dtype=torch.int32, device=device).scatter_add_(1, tokens, there.int())
+        counts = torch.zeros(shape, dtype=torch.int32, device=device).scatter_add_(1, tokens, made.int())
+        logits[at] = apply_penalties(logits[at], seen > 0, counts, asked)

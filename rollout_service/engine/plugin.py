@@ -18,8 +18,7 @@ PARTIAL_PENALTIES = "rollout_service.engine.partial_penalties:PartialPenalties"
 def register() -> None:
     """Register the transfer engine. On a GPU, also register group attention; on the CPU, the quantization
     configurations. May be called again."""
-    from rollout_service.engine.child_errors import log_to_stderr, tell_errors
-    from rollout_service.engine.parent_death import die_with_parent, skip_finalization
+    from rollout_service.engine.processes import die_with_parent, log_to_stderr, skip_finalization, tell_errors
 
     die_with_parent()
     skip_finalization()
@@ -36,7 +35,7 @@ def register() -> None:
         if "already registered" not in str(error):
             raise
     if current_platform.is_cpu():
-        from rollout_service.engine.cpu.amx import request_amx
+        from rollout_service.engine.cpu.processor import request_amx
 
         importlib.import_module("rollout_service.engine.cpu.quant_config")  # the import registers the configurations
         request_amx()

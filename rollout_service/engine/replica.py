@@ -12,16 +12,14 @@ from ray.serve.handle import DeploymentHandle
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.adapters import ReplicaAdapters
-from rollout_service.engine.admission import AdmissionLimit
+from rollout_service.engine.admission import AdmissionLimit, SessionAdmission
 from rollout_service.engine.args import attention_of, engine_args, not_converted
-from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
-from rollout_service.engine.free_gpus import wait_for_free_gpus
+from rollout_service.engine.cpu.processor import why_no_fp8_cache
 from rollout_service.engine.handover import HandOver
-from rollout_service.engine.load_statistics import GatewayQueues, autoscaling_stats, show_load, watch_kv_reads
+from rollout_service.engine.load_statistics import GatewayQueues, autoscaling_stats, watch_kv_reads
 from rollout_service.engine.plugin import register
 from rollout_service.engine.progress_reports import ProgressReports
-from rollout_service.engine.session_admission import SessionAdmission
-from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails, wait_until_awake
+from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails, wait_for_free_gpus, wait_until_awake
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
 from rollout_service.fleet.autoscaling import BLOCKED
@@ -33,6 +31,7 @@ from rollout_service.kv_scales.cache_choice import (
     with_kv_cache,
     without_fp8,
 )
+from rollout_service.metrics.process import set_load
 from rollout_service.model.hub import with_model_here
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import AttentionStatus, EngineLoad, KVCacheChoice, ReplicaStatus
@@ -50,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 VERSION_WAIT_S = 0.5
 """Maximum wait for a version on this replica in seconds. The gateway then asks again, possibly on another replica."""
-_EXIT_STATUS = 1
-"""Exit status of a replica's process whose engine is lost."""
 _INGEST_S = 2.0
 """Timeout in seconds for calls to the ingest, which may be ending at the same time."""
 _TAKES_REQUESTS = ("ready", "syncing", "stale")
@@ -99,7 +96,7 @@ class EngineReplica:
                 await self._start(model, choice, copies, announcement)
         self._watching = asyncio.create_task(self._hand_over.watch(self._engine))
         if "group" in self._engine.attention_backends:
-            self._counting = asyncio.create_task(watch_kv_reads(self._engine))
+            self._counting = asyncio.create_task(watch_kv_reads(self._engine.kv_reads))
         self._drain.serves(self._end)
 
     async def _start(
@@ -163,7 +160,7 @@ class EngineReplica:
             raise
 
     def _load(self) -> EngineLoad:
-        return self._engine.scheduler.engine_load(self._admission.running, self._engine.kv_cache_tokens)
+        return self._engine.scheduler.load(self._admission.running, self._engine.kv_cache_tokens)
 
     async def generate(self, call: GenerateCall) -> Rollout:
         """Return the completions of one prompt. Cancelling the call aborts them.
@@ -177,7 +174,7 @@ class EngineReplica:
             if call.adapter is not None:
                 await self._adapters.wait_for(call.adapter, self._wait_s)  # ``use`` refuses the call otherwise
             await self._wait_version(call)  # a waiting call holds no place, because the version may never come
-            returns = self._weight_sync.returns
+            returns = self._weight_sync.pausing.returns
             with (
                 self._admission.admit(call.sampling.n, call.origin),
                 self._sessions.admit(call) as turn,
@@ -206,7 +203,7 @@ class EngineReplica:
             prompt_token_ids=call.prompt_token_ids,
             completions=self._weight_sync.labels.on(completions),
             replica_id=self._replica_id,
-            returned=self._weight_sync.returns > returns,
+            returned=self._weight_sync.pausing.returns > returns,
         )
         describe(rollout)
         return rollout
@@ -235,20 +232,20 @@ class EngineReplica:
         self._routed = True
         self._hand_over.asked()
         status = self._weight_sync.status()
-        show_load(status, self._engine.scheduler)
-        running, capacity = self._admission.by_origin(), self._config.engine.max_num_seqs
-        adapters = {held.name: held.version for held in status.adapters if held.error is None}  # the newest is last
+        load = self._load()  # vLLM's own gauges disappear while it is idle or paused
+        set_load(load.running, load.waiting + load.deferred, load.kv_cache_usage)
         return {
             "version": status.version,
             "state": status.state,
-            "running": running,
-            "capacity": capacity,
-            "adapters": adapters,
+            "running": self._admission.by_origin(),
+            "capacity": self._config.engine.max_num_seqs,
+            # the newest is last
+            "adapters": {held.name: held.version for held in status.adapters if held.error is None},
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the data for the autoscaling policy. Serve calls this."""
-        stats = autoscaling_stats(self._weight_sync.status(), self._engine.scheduler, self._queues.sequences())
+        stats = autoscaling_stats(self._weight_sync.status(), self._load(), self._queues.sequences())
         with suppress(NotReady, TimeoutError):  # the previous number is good enough
             async with asyncio.timeout(_INGEST_S):
                 self._blocked = (await self._ingest.fleet()).blocked_starts
@@ -269,17 +266,11 @@ class EngineReplica:
             self._weight_sync.check_health()
         except EngineFailed as lost:
             if self._routed:
-                await self._end_process(lost)
+                # Serve replaces a replica at once if its process has ended, but else after three failed checks
+                logger.error("replica %s ends, and Serve starts another: %s", self._replica_id, lost)
+                await self.__del__()
+                end_process(1)
             raise  # Serve reports why a replica has not started
-
-    async def _end_process(self, why: EngineFailed) -> None:
-        """End this replica's process.
-
-        Serve replaces a replica at once if its process has ended, but only after three failed health checks otherwise.
-        """
-        logger.error("replica %s ends, and Serve starts another: %s", self._replica_id, why)
-        await self.__del__()
-        end_process(_EXIT_STATUS)
 
     async def _end(self) -> None:
         """Drain this replica. Serve calls ``__del__`` when no call is open any more, and then ends the process."""

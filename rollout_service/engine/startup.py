@@ -1,20 +1,22 @@
-"""Reports of a replica during its start: heartbeats before its engine exists, and the reason of a failed start."""
+"""A replica's start: heartbeats before its engine exists, the wait for free GPU memory, and the reason of a failure."""
 
 import asyncio
 import functools
 import itertools
 import logging
+import subprocess
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Self, TypeVar
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.child_errors import collected_errors, reason_of
+from rollout_service.engine.processes import collected_errors, reason_of
 from rollout_service.errors import RolloutServiceError
-from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.gpu import nvidia_smi
+from rollout_service.protocol.fleet import ReplicaState, ReplicaStatus
 from rollout_service.runtime.rpc import IngestCalls, ingest_client, report_from_thread
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,9 @@ REPORTS = itertools.count()
 
 _LAST_WORD_S = 5.0
 """Timeout in seconds for reporting a failed start, because Serve starts another replica only after this one ends."""
+POLL_S = 5.0
+_ALONE_S = 15.0
+"""Minimum wait in seconds if no other replica serves. An engine that has just ended frees its memory earlier."""
 
 _Replica = TypeVar("_Replica")
 Constructor = Callable[[_Replica, ServiceConfig, DeploymentHandle, DeploymentHandle, str | None], Awaitable[None]]
@@ -50,28 +55,25 @@ def says_why_it_fails(init: Constructor[_Replica]) -> Constructor[_Replica]:
                 await init(self, config, ingest, monitor, group)
             except Exception as error:
                 reason = reason_of(error)
-                if (root := errors.first()) is not None:
+                if root := next(iter(errors()), None):
                     reason = f"{root} ({reason})"
                     error.add_note(root)
                 replica_id = serve.get_replica_context().replica_id.unique_id
                 logger.error("engine replica %s could not start: %s", replica_id, reason)
-                await report_failed_start(replica_id, ingest_client(ingest), reason, group)
+                status = _status(replica_id, group, "failed", reason)
+                try:
+                    async with asyncio.timeout(_LAST_WORD_S):
+                        await ingest_client(ingest).report(status)
+                except (RolloutServiceError, TimeoutError) as unsaid:  # only Serve's status has the reason then
+                    logger.warning("could not tell the ingest why this replica did not start: %s", unsaid)
                 raise
 
     return constructor
 
 
-async def report_failed_start(replica_id: str, ingest: IngestCalls, reason: str, group: str | None) -> None:
-    """Report a failed start to the ingest. If the ingest does not answer, only Serve's status has the reason."""
+def _status(replica_id: str, group: str | None, state: ReplicaState, error: str | None) -> ReplicaStatus:
     sequence = next(REPORTS)
-    status = ReplicaStatus(
-        replica_id=replica_id, group=group, sequence=sequence, version=None, state="failed", error=reason
-    )
-    try:
-        async with asyncio.timeout(_LAST_WORD_S):
-            await ingest.report(status)
-    except (RolloutServiceError, TimeoutError) as error:
-        logger.warning("could not tell the ingest why this replica did not start: %s", error)
+    return ReplicaStatus(replica_id=replica_id, group=group, sequence=sequence, version=None, state=state, error=error)
 
 
 async def wait_until_awake(ingest: IngestCalls) -> None:
@@ -123,15 +125,8 @@ class StartupHeartbeat:
             await wait_until_awake(ingest)
 
     def _starting_status(self) -> ReplicaStatus:
-        return ReplicaStatus(
-            replica_id=self._replica_id,
-            group=self._group,
-            sequence=next(REPORTS),
-            version=None,
-            state="starting",
-            takes_memory=self._takes_memory,
-            error=self._waits_for,
-        )
+        status = _status(self._replica_id, self._group, "starting", self._waits_for)
+        return status.model_copy(update={"takes_memory": self._takes_memory})
 
     def _report(self) -> None:
         while not self._ended.is_set():
@@ -140,3 +135,55 @@ class StartupHeartbeat:
             except (RolloutServiceError, TimeoutError) as error:
                 logger.info("could not tell the ingest that this replica starts: %s", error)
             self._ended.wait(self._period_s)
+
+
+class GpuTaken(RuntimeError):
+    """Raised when another process holds the memory of a GPU that Ray assigned to this replica."""
+
+
+async def wait_for_free_gpus(
+    devices: Sequence[str],
+    share: float,
+    tell: Callable[[str | None], None],
+    others_serve: Callable[[], Awaitable[bool]],
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Wait until each GPU of ``devices`` has the fraction ``share`` of its memory free.
+
+    A waiting replica keeps the GPU reserved in Ray, so that the next replica gets another one. If it failed instead,
+    Serve would start replicas forever, possibly on the same GPU.
+
+    Raises GpuTaken if no other replica serves.
+
+    Args:
+        devices: GPU ids, as Ray names them.
+        share: ``engine.gpu_memory_utilization``.
+        tell: called with the reason for the wait, and with None at the end.
+        others_serve: returns True if another replica serves.
+        sleep: waits for the given seconds.
+    """
+    waited_s, told = 0.0, False
+    while (why := await asyncio.to_thread(why_taken, devices, share)) is not None:
+        tell(why)
+        if waited_s >= _ALONE_S and not await others_serve():
+            advice = "start Ray with a CUDA_VISIBLE_DEVICES without that GPU, or lower engine.gpu_memory_utilization"
+            raise GpuTaken(f"{why}: end that process, {advice}")
+        if not told:
+            logger.warning("no engine is started here until the memory is free: %s", why)
+            told = True
+        await sleep(POLL_S)
+        waited_s += POLL_S
+    if told:
+        logger.info("the memory of GPU %s is free, and the engine starts", ", ".join(devices))
+    tell(None)
+
+
+def why_taken(devices: Sequence[str], share: float) -> str | None:
+    """Return the GPUs with too little free memory and the processes that hold it. None: all have enough."""
+    try:
+        ours = nvidia_smi.select_gpus(nvidia_smi.gpus(), ",".join(devices)) if devices else ()
+        found = nvidia_smi.find_taken(ours, nvidia_smi.holders(), share) if ours else {}
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        logger.warning("it is not known whether the GPU has free memory; vLLM will tell: %s", error)
+        return None
+    return "; ".join(f"GPU {index}: {why}" for index, why in found.items()) or None

@@ -3,8 +3,8 @@
     listen:  report to the ingest, long-poll it for the desired state   (keeps reporting while an update runs)
     act:     the newest version in the log differs from ours → stage while serving → pause → load → resume → report
 
-See engine/followed_log.py for the log, engine/replica_state.py for states, engine/pausing.py for ordered pauses. Each
-turn reads the log again. A lost wake-up, a restarted ingest or a skipped version therefore only costs time.
+See engine/followed_log.py for the log, engine/replica_state.py for states and ordered pauses. Each turn reads the log
+again. A lost wake-up, a restarted ingest or a skipped version therefore only costs time.
 """
 
 import asyncio
@@ -13,14 +13,12 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from rollout_service.config import WeightsConfig
+from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.adapters import ReplicaAdapters
 from rollout_service.engine.followed_log import FollowedLog
-from rollout_service.engine.pausing import Pausing
-from rollout_service.engine.replica_state import ReplicaLife
-from rollout_service.engine.served_labels import ServedLabels
+from rollout_service.engine.replica_state import Pausing, ReplicaLife, ServedLabels
 from rollout_service.engine.startup import REPORTS
 from rollout_service.errors import (
     EngineFailed,
@@ -46,9 +44,6 @@ from rollout_service.runtime.rpc import IngestCalls, MonitorCalls
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.node_cache import NodeCache
 
-if TYPE_CHECKING:
-    from rollout_service.engine.adapter import EngineAdapter
-
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 600.0
@@ -60,7 +55,6 @@ _REPEAT_S = 60.0
 _GOODBYE_S = 2.0
 """Timeout in seconds for the last call to the ingest, which may be ending, too."""
 
-
 _MONITOR_S = 2.0
 """Timeout in seconds for a call to the monitor, which delays an update."""
 
@@ -71,7 +65,7 @@ class WeightSync:
     def __init__(
         self,
         replica_id: str,
-        engine: "EngineAdapter",
+        engine: EngineAdapter,
         ingest: IngestCalls,
         config: WeightsConfig,
         fingerprint: str,
@@ -107,7 +101,7 @@ class WeightSync:
         self._log = FollowedLog(config.root_here(), copies, fingerprint, find_pin)
         self._life = ReplicaLife()
         self._woken, self._moved = asyncio.Event(), asyncio.Condition()
-        self._pausing = Pausing(engine, self._woken.set)
+        self.pausing = Pausing(engine, self._woken.set)
         self._tasks: list[asyncio.Task[None]] = []
         self._desired: DesiredState | None = None
         self._answers = 0
@@ -126,9 +120,9 @@ class WeightSync:
         return None if self._life.served is None else self._life.served.version
 
     @property
-    def returns(self) -> int:
-        """See ``Pausing.returns``."""
-        return self._pausing.returns
+    def digest(self) -> str | None:
+        """The digest of the served version."""
+        return None if self._life.served is None else self._life.served.digest
 
     async def start(self) -> None:
         """Load the newest version, then follow the log. Returns when the engine may serve; raises loading errors.
@@ -136,7 +130,7 @@ class WeightSync:
         Commits wait for this replica once the ingest knows that it holds a version. The newest version at that time is
         therefore new enough, even if versions are committed faster than an engine loads them.
         """
-        self._pausing.begin(await self._log.open())
+        self.pausing.begin(await self._log.open())
         head: Head | None = None
         failed: Head | None = None
         is_known = False
@@ -155,7 +149,8 @@ class WeightSync:
                     logger.warning("the newest version, %s, is not here yet: %s", head and head.version, error)
                 await asyncio.sleep(self._config.poll_s)
             except (LogCorrupt, NotFound) as error:
-                await self._look_at_start()
+                with suppress(NotReady):  # the next turn reports it
+                    await self._log.look()
                 # retry once, since a disk read may fail temporarily
                 if failed == head == self._log.newest():
                     raise
@@ -183,10 +178,6 @@ class WeightSync:
         async for _ in adapters.follow():
             await self._report()
 
-    async def _look_at_start(self) -> None:
-        with suppress(NotReady):  # the next turn reports it
-            await self._log.look()
-
     def status(self) -> ReplicaStatus:
         """Return this replica's status."""
         broken, life, origin = self._engine.broken, self._life, self._log.origin
@@ -200,9 +191,9 @@ class WeightSync:
             log=None if origin is None else origin.log,
             state="failed" if broken else "draining" if self._draining() else life.state,
             target=life.target,
-            paused=self._pausing.paused,
-            obeyed=self._pausing.obeyed,
-            aborted=self._pausing.aborted,
+            paused=self.pausing.paused,
+            obeyed=self.pausing.obeyed,
+            aborted=self.pausing.aborted,
             running=self._running(),
             takes_memory=True,
             error=broken or (self._kv_cache and self._kv_cache.error) or life.error,
@@ -222,9 +213,11 @@ class WeightSync:
 
         ``exact``: True if a newer version does not qualify. Returns False at once if this replica serves a newer one.
         """
-        newest = self._newest_version() if self.version is None else None
-        if newest is not None and (newest == version or (newest > version and not exact)):
-            return True
+        if self.version is None:
+            with suppress(LogCorrupt, NotReady):
+                newest = self._log.newest().version
+                if newest == version or (newest > version and not exact):
+                    return True
         async with self._moved:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -232,13 +225,6 @@ class WeightSync:
             except TimeoutError:
                 return False
         return self.version == version or not exact
-
-    def _newest_version(self) -> int | None:
-        """Return the newest version of the log, as last read; None if it cannot be read."""
-        try:
-            return self._log.newest().version
-        except (LogCorrupt, NotReady):
-            return None
 
     async def caught_up(self) -> None:
         """Wait until a version is served that was the newest while this waited. Raises LogCorrupt or EngineFailed if
@@ -249,8 +235,9 @@ class WeightSync:
         """
         enough: int | None = None
         while True:
-            is_known, newest = self._answers > 0, await self._newest_head()
-            if newest is not None:
+            is_known = self._answers > 0
+            with suppress(NotReady):
+                newest = await self._looked()
                 if self._life.serves(newest):
                     return
                 if is_known and enough is None:
@@ -269,16 +256,11 @@ class WeightSync:
             if task.done():
                 raise EngineFailed(f"replica {self._replica_id} stopped following the log: {task.exception()}")
 
-    @property
-    def digest(self) -> str | None:
-        """The digest of the served version."""
-        return None if self._life.served is None else self._life.served.digest
-
     def stop(self) -> None:
         """Stop following the log."""
         for task in self._tasks:
             task.cancel()
-        self._pausing.stop()
+        self.pausing.stop()
 
     async def leave(self) -> None:
         """Stop following the log, and tell the ingest that this replica ends."""
@@ -309,12 +291,12 @@ class WeightSync:
             head: Head | None = None
             try:
                 await self._obey()
-                if self._pausing.asleep:
+                if self.pausing.asleep:
                     continue
                 head = await self._looked()
                 if self._life.serves(head):
                     self._corrupt.forget()
-                    await self._pausing.open()
+                    await self.pausing.open()
                     await self._recovered()
                 elif not self._corrupt.is_waited_for(head):
                     await self._to_version(head)
@@ -346,7 +328,7 @@ class WeightSync:
     async def _stay(self, error: Exception) -> None:
         """Report why a version was not loaded. The engine keeps serving its version, if it has one."""
         if not self._life.closed:
-            await self._pausing.open()
+            await self.pausing.open()
         self._life.stays(str(error))
         await self._report()
 
@@ -359,14 +341,14 @@ class WeightSync:
     async def _obey(self, may_sleep: bool = True) -> None:
         if self._desired is None:
             return
-        slept = self._pausing.asleep
+        slept = self.pausing.asleep
         try:
-            has_become = await self._pausing.obey(self._desired, may_sleep)
+            has_become = await self.pausing.obey(self._desired, may_sleep)
         except MemoryTaken as error:
             logger.warning("staying asleep: %s", error)
-            self._life.cannot_wake(str(error))
+            self._life.error = str(error)
             has_become = True
-        if self._pausing.asleep and not slept:
+        if self.pausing.asleep and not slept:
             self._life.sleeps()
         if has_become:
             await self._report()
@@ -377,7 +359,7 @@ class WeightSync:
         await self._report()
         started = time.perf_counter()
         manifest = await self._staged(head)
-        if self._pausing.asleep:
+        if self.pausing.asleep:
             return
         stage_s = time.perf_counter() - started
         keeps_cache = self._keeps_cache(head, manifest)
@@ -386,15 +368,15 @@ class WeightSync:
         closed = time.perf_counter()
         if not await self._closed_for(head, clear_cache=not keeps_cache):
             return
-        folder = self._log.folder(head.version)
-        self._life.loads()
+        folder = self._log.log.folder(head.version)
+        self._life.closed = True
         load_s = await self._engine.load(folder, head.version, keeps_cache)
         self.labels.serve(head)
         if self._kv_cache is not None:
             await self._kv_cache.loaded(head.version, manifest.kv_scales)
         self._cached_of, self._cached_with = self._log.origin, manifest.kv_scales
-        self._life.loaded()
-        await self._pausing.open()
+        self._life.closed = False
+        await self.pausing.open()
         update = UpdateTimings(stage_s=stage_s, closed_s=time.perf_counter() - closed, load_s=load_s)
         async with self._moved:
             self._life.updated(head, update)
@@ -457,25 +439,18 @@ class WeightSync:
     async def _closed_for(self, head: Head, clear_cache: bool) -> bool:
         """Pause the engine for a version. Returns False if the log has another version before the last rollout
         finishes, or if the engine sleeps."""
-        await self._pausing.close(head.mode, clear_cache)
-        while self._pausing.drains():
+        await self.pausing.close(head.mode, clear_cache)
+        while self.pausing.drains():
             await self._woken.wait()
             self._woken.clear()
             await self._obey()
-            if self._pausing.asleep:
+            if self.pausing.asleep:
                 return False
             with suppress(NotReady):  # a newer version is unknown
                 if await self._looked() != head:
                     self._woken.set()
                     return False
         return True
-
-    async def _newest_head(self) -> Head | None:
-        """Read the log for its newest version. Returns None if the log cannot be read now."""
-        try:
-            return await self._looked()
-        except NotReady:
-            return None
 
     async def _looked(self) -> Head:
         await self._log.look()

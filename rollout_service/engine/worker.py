@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from rollout_service.compat.vllm_internals import adapter_targets
 from rollout_service.engine.attention.worker import AttentionWorker
 from rollout_service.engine.sleeping import SleepingWorker
-from rollout_service.kv_scales.worker import KVScalesWorker
+from rollout_service.kv_scales.worker import measure_kv
 
 if TYPE_CHECKING:
     from rollout_service.engine.loading.transfer import LoadReport, LogWeightTransferEngine
     from rollout_service.protocol.fleet import Staging
 
 
-class VersionStaging(KVScalesWorker, SleepingWorker, AttentionWorker):
+class VersionStaging(SleepingWorker, AttentionWorker):
     """Mixed into vLLM's worker class. It stages versions while the engine serves, measures KV scales, releases and
     reallocates memory, and reports the attention backends and their reads."""
 
@@ -29,6 +29,11 @@ class VersionStaging(KVScalesWorker, SleepingWorker, AttentionWorker):
     def adapter_targets(self) -> list[str]:
         """Return the layers that compute with LoRA adapters, by the last part of their names."""
         return sorted(adapter_targets(self.weight_transfer_engine.model))
+
+    def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None) -> dict[str, object]:
+        """See ``kv_scales.worker.measure_kv``. Returns a KVMeasurement as JSON."""
+        engine = self.weight_transfer_engine
+        return measure_kv(engine.model, engine.vllm_config, engine.device, sequences, scales).model_dump(mode="json")
 
     def load_report(self) -> "LoadReport":
         """Return how the last version was loaded, see ``LogWeightTransferEngine.report``."""

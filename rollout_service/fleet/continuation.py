@@ -30,7 +30,9 @@ def continuation_call(call: GenerateCall, partial: Completion, attempt: int) -> 
     done = len(partial.token_ids)
     sampling, is_exact = call.sampling, call.exact_weight_version is not None
     changes = dict[str, object]()
-    scoring = call.scoring if partial.scores is None else None
+    adapter, scoring = call.adapter, call.scoring if partial.scores is None else None
+    if adapter is not None and partial.spans:
+        adapter = WantedAdapter(name=adapter.name, exact_version=partial.spans[-1].adapter_version)
     if scoring is not None and scoring.target_token_ids is not None:  # vLLM wants a row for each token of its prompt
         rows = scoring.target_token_ids + ((),) * done
         scoring = scoring.model_copy(update={"target_token_ids": rows})
@@ -44,17 +46,11 @@ def continuation_call(call: GenerateCall, partial: Completion, attempt: int) -> 
             "prompt_token_ids": call.prompt_token_ids + partial.token_ids,
             "partial_tokens": call.partial_tokens + done,
             "min_weight_version": None if is_exact else min_version_of_rest(call.min_weight_version, partial),
-            "adapter": _adapter_of_rest(call, partial),
+            "adapter": adapter,
             "scoring": scoring,
             "sampling": sampling_of_the_rest(sampling, partial.index, done).model_copy(update=changes),
         }
     )
-
-
-def _adapter_of_rest(call: GenerateCall, partial: Completion) -> WantedAdapter | None:
-    if call.adapter is None or not partial.spans:
-        return call.adapter
-    return WantedAdapter(name=call.adapter.name, exact_version=partial.spans[-1].adapter_version)
 
 
 def min_version_of_rest(asked: int | None, partial: Completion) -> int | None:
@@ -80,7 +76,13 @@ def sampling_of_the_rest(sampling: Sampling, index: int, done: int) -> Sampling:
     if sampling.max_tokens is not None:
         changes["max_tokens"] = sampling.max_tokens - done
     if sampling.seed is not None:
-        changes["seed"] = _seed(sampling.seed, index, done)
+        own = sampling.seed + index  # as in vLLM, which takes -1 for none
+        if own == -1:
+            changes["seed"] = None
+        elif done:  # the same seed would repeat the random numbers of the first tokens
+            changes["seed"] = xxhash.xxh3_64_intdigest(f"{sampling.seed} {index} {done}".encode()) % LARGEST_SEED
+        else:
+            changes["seed"] = own
     return sampling.model_copy(update=changes)
 
 
@@ -114,14 +116,10 @@ def why_restart(sampling: Sampling, limits: EngineConfig) -> str | None:
     """
     if sampling.structured_outputs is not None:
         return "structured_outputs, which vLLM cannot take up in their middle"
-    if is_penalized(sampling) and (why := limits.why_penalties_start_anew) is not None:
+    is_penalized = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    if is_penalized and (why := limits.why_penalties_start_anew) is not None:
         return f"presence_penalty and frequency_penalty, and {why}"
     return None
-
-
-def is_penalized(sampling: Sampling) -> bool:
-    """Return True if sampling counts the completion's own tokens."""
-    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
 def without_tokens(partial: Completion) -> Completion:
@@ -286,14 +284,3 @@ def _concatenate(pieces: list[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
     """Concatenate lists; None if an engine returned none. A completion that was aborted before its first token has
     none."""
     return None if not pieces or None in pieces else tuple(each for piece in pieces for each in piece or ())
-
-
-def _seed(seed: int, index: int, done: int) -> int | None:
-    """Return the seed of the rest: the same seed would repeat the random numbers of the first tokens.
-
-    Completion ``index`` starts with ``seed + index``, as in vLLM, which takes -1 for none.
-    """
-    own = seed + index
-    if own == -1:
-        return None
-    return own if done == 0 else xxhash.xxh3_64_intdigest(f"{seed} {index} {done}".encode()) % LARGEST_SEED

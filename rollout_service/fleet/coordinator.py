@@ -153,7 +153,7 @@ class FleetCoordinator:
             asleep=desired.asleep,
             replicas=self.table.live(),
             groups=self._pins(),
-            failed_starts=self.table.starts.failed(),
+            failed_starts=self.table.failed_starts,
             log=self._place,
         )
 

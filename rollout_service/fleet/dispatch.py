@@ -40,7 +40,6 @@ from rollout_service.fleet.progress import CallProgress, ProgressPoller, Rollout
 from rollout_service.fleet.queue import DispatchQueue
 from rollout_service.metrics import table
 from rollout_service.metrics.process import outcome_of, record
-from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.rollout import Completion, OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.runtime.placements import RoutedFleet
@@ -363,7 +362,8 @@ class Dispatcher:
                 raise
             return  # the ingest is being replaced
         failed = fleet.failed_starts
-        if failed is not None and not failed.over and failed.tries >= _MAX_FAILED_STARTS and not _serves(fleet):
+        is_served = any(replica.version is not None and replica.error is None for replica in fleet.unpinned)
+        if failed is not None and not failed.over and failed.tries >= _MAX_FAILED_STARTS and not is_served:
             raise NotReady(
                 f"no engine replica is live, and {failed.tries} starts have failed, the first "
                 f"({failed.first.replica_id}) with: {failed.first.reason}",
@@ -425,10 +425,6 @@ def _has_passed(refusal: RolloutServiceError, call: GenerateCall) -> bool:
     """Return True if a replica refused because it serves a newer version than the exact one that the call wants."""
     exact, live = call.exact_weight_version, refusal.detail.get("live_version")
     return isinstance(refusal, TooEarly) and exact is not None and isinstance(live, int) and live > exact
-
-
-def _serves(fleet: Fleet) -> bool:
-    return any(replica.version is not None and replica.error is None for replica in fleet.unpinned)
 
 
 def _size(call: GenerateCall) -> int:

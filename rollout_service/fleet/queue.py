@@ -6,7 +6,7 @@ call of any ``n``, so calls with a large ``n`` never wait for more room than oth
 
 The state that replicas publish is seconds old, so a replica may refuse a call that has left the queue. Such a call
 keeps its place in the order. It waits until the fleet changes, or another call ends and frees its room. The same holds
-for a session's call that must wait for memory (``engine/session_admission.py``); calls of others may run first.
+for a session's call that must wait for memory (``engine/admission.py``); calls of others may run first.
 """
 
 import asyncio

@@ -8,31 +8,6 @@ from rollout_service.protocol.fleet import FailedStart, FailedStarts, ReplicaSta
 from rollout_service.protocol.weight_log import Head
 
 
-class FailedStartLog:
-    """A series of failed starts. It ends when a replica serves its first version; the next failure begins another.
-
-    The last series is kept, so that its reason is known after the service has recovered.
-    """
-
-    def __init__(self) -> None:
-        self._failed: FailedStarts | None = None
-
-    def saw(self, before: ReplicaStatus | None, now: ReplicaStatus) -> None:
-        """Process a replica's report. ``before``: its previous one."""
-        if now.version is not None:
-            if self._failed is not None and (before is None or before.version is None):  # it serves its first version
-                self._failed = self._failed.model_copy(update={"over": True})
-        elif now.state == "failed" and now.error is not None and (before is None or before.state != "failed"):
-            start = FailedStart(replica_id=now.replica_id, reason=now.error, at=time.time())
-            known = None if self._failed is None or self._failed.over else self._failed
-            first, tries = (start, 1) if known is None else (known.first, known.tries + 1)
-            self._failed = FailedStarts(tries=tries, first=first, last=start, over=False)
-
-    def failed(self) -> FailedStarts | None:
-        """Return the last series; None: no start has failed."""
-        return self._failed
-
-
 class FleetTable:
     """The last report of each replica. A replica leaves the table when it ends, or after ``dead_after_s`` without a
     report.
@@ -50,8 +25,10 @@ class FleetTable:
         self._awaited_until = 0.0
         self._newest: Head | None = None
         self._log: str | None = None
-        self.starts = FailedStartLog()
-        """Failed starts, kept after their replicas have left the table."""
+        self.failed_starts: FailedStarts | None = None
+        """The last series of failed starts, kept after their replicas have left the table; None: no start has failed.
+
+        A series ends when a replica serves its first version; the next failure begins another."""
 
     def wait_for(self, replicas: frozenset[str]) -> None:
         """After a restart, count no version as live until each of these replicas has reported or timed out."""
@@ -76,8 +53,18 @@ class FleetTable:
         known = self._reports.get(status.replica_id)
         if known is not None and known[1].sequence > status.sequence:
             return
-        self.starts.saw(None if known is None else known[1], status)
+        self._note_start(None if known is None else known[1], status)
         self._reports[status.replica_id] = (time.monotonic(), status)
+
+    def _note_start(self, before: ReplicaStatus | None, now: ReplicaStatus) -> None:
+        series = self.failed_starts
+        if now.version is not None:
+            if series is not None and (before is None or before.version is None):  # it serves its first version
+                self.failed_starts = series.model_copy(update={"over": True})
+        elif now.state == "failed" and now.error is not None and (before is None or before.state != "failed"):
+            start = FailedStart(replica_id=now.replica_id, reason=now.error, at=time.time())
+            first, tries = (start, 1) if series is None or series.over else (series.first, series.tries + 1)
+            self.failed_starts = FailedStarts(tries=tries, first=first, last=start, over=False)
 
     def leave(self, replica_id: str) -> None:
         """Remove a replica that ends."""

@@ -8,38 +8,26 @@ routes with a few tasks, and a call that waited in one for its version would blo
 Serve ships this module to the gateway by value, so its top level imports nothing but the standard library and Ray.
 """
 
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 if TYPE_CHECKING:
     from rollout_service.protocol.adapters import WantedAdapter
     from rollout_service.protocol.sampling import GenerateCall
-    from rollout_service.runtime.placements import CallId
 
 STATS_PERIOD_S = 1.0
 """Interval in seconds at which Serve requests routing stats of replicas."""
-MAX_SESSIONS = 100_000
-"""Maximum number of sessions that a gateway remembers; the least recently used one is dropped."""
 PREFIX_TOKENS = 512
 """Prompts that share a prefix of this many tokens, or a multiple, are routed to one replica, which has that prefix in
 its prefix cache."""
 MAX_PREFIX_TOKENS = 64 * PREFIX_TOKENS
 """Maximum number of tokens of a prompt that are considered."""
-MAX_PREFIXES = 100_000
-"""Maximum number of prefixes that a gateway remembers; the least recently used one is dropped."""
 UNEVEN_SHARE = 4
 """A prefix's replica is not used if its load exceeds the lowest load by more than a quarter of its capacity."""
-NEVER_SENT_S = 60.0
-"""Time in seconds after which a chosen but unsent call is not counted: if it was cancelled, its end is never
-reported."""
-
-_Key = TypeVar("_Key")
 _LAST_RESORT = {"stale": 1, "asleep": 2, "draining": 2, "starting": 2, "failed": 3}
 """Order of states that are worse than ``ready`` and ``syncing``."""
 
@@ -122,126 +110,6 @@ def prefixes(prompt: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-@dataclass
-class _Sent:
-    replica_id: str
-    sequences: int
-    session: str | None
-    chosen_at: float
-    prefixes: tuple[int, ...]
-    arrived: bool = False
-
-
-class Ledger:
-    """Load of replicas by this and by other gateways, and the last replica of each session and prefix.
-
-    Has a lock: the router runs on a thread of Serve, and the gateway reports arrivals and ends of calls.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._sent: dict[CallId, _Sent] = {}
-        self._own: dict[str, int] = {}
-        self._reports: dict[str, Mapping[str, int]] = {}
-        """Replica → its sequences by the gateway that sent them."""
-        self.origin = ""
-        """The router's own gateway, whose load is counted here at once, not seconds later."""
-        self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._prefixes: OrderedDict[int, str] = OrderedDict()
-        self._turns: dict[str, int] = {}
-        self._choices = 0
-
-    def choose(
-        self,
-        call_id: "CallId",
-        replica_id: str,
-        sequences: int,
-        session: str | None,
-        now: float,
-        begins: tuple[int, ...] = (),
-    ) -> None:
-        """Count a call as in flight from the moment of choice: the next choice may come before it is sent.
-
-        ``begins``: the ``prefixes`` of its prompt.
-        """
-        with self._lock:
-            self.complete(call_id)
-            self._sent[call_id] = _Sent(replica_id, sequences, session, now, begins)
-            self._own[replica_id] = self._own.get(replica_id, 0) + sequences
-            self._choices += 1
-            self._turns[replica_id] = self._choices
-            if session is not None:
-                _remember(self._sessions, session, replica_id, MAX_SESSIONS)
-            for prefix in begins:
-                _remember(self._prefixes, prefix, replica_id, MAX_PREFIXES)
-
-    def arrive(self, call_id: "CallId", replica_id: str) -> None:
-        """Note which replica got the call."""
-        with self._lock:
-            sent = self._sent.get(call_id)
-            if sent is None:  # another router's
-                return
-            if sent.replica_id != replica_id:
-                self.choose(call_id, replica_id, sent.sequences, sent.session, sent.chosen_at, sent.prefixes)
-            self._sent[call_id].arrived = True
-
-    def complete(self, call_id: "CallId") -> None:
-        """Note that a call has ended."""
-        with self._lock:
-            sent = self._sent.pop(call_id, None)
-            if sent is not None and sent.replica_id in self._own:
-                self._own[sent.replica_id] -= sent.sequences
-
-    def report(self, replica_id: str, running: Mapping[str, int]) -> None:
-        """Store a replica's number of sequences, by gateway."""
-        with self._lock:
-            self._reports[replica_id] = running
-
-    def keep_only(self, replica_ids: Collection[str], now: float) -> None:
-        """Drop calls on replicas that have left, and calls that were never sent."""
-        with self._lock:
-            for call_id, sent in list(self._sent.items()):
-                if sent.replica_id not in replica_ids or (not sent.arrived and now - sent.chosen_at > NEVER_SENT_S):
-                    self.complete(call_id)
-            for replica_id in {*self._own, *self._reports}.difference(replica_ids):
-                self._own.pop(replica_id, None)
-                self._reports.pop(replica_id, None)
-                self._turns.pop(replica_id, None)
-
-    def load(self, replica_id: str) -> int:
-        """Return the known number of sequences in flight on a replica."""
-        return self.own(replica_id) + self.others(replica_id)
-
-    def own(self, replica_id: str) -> int:
-        """Return the number of this gateway's sequences in flight on a replica."""
-        return self._own.get(replica_id, 0)
-
-    def others(self, replica_id: str) -> int:
-        """Return the number of other gateways' sequences on a replica, as last reported."""
-        reported = self._reports.get(replica_id, {})
-        return sum(n for origin, n in reported.items() if origin != self.origin)
-
-    def turn(self, replica_id: str) -> int:
-        """Return the number of the choice in which the replica was last chosen; 0: never."""
-        return self._turns.get(replica_id, 0)
-
-    def replica_of(self, session: str | None) -> str | None:
-        """Return the replica of the session's last call; it may have left."""
-        return None if session is None else self._sessions.get(session)
-
-    def replica_with(self, begins: Iterable[int]) -> str | None:
-        """Return the replica of the last prompt with the longest shared prefix; it may have left."""
-        with self._lock:
-            return next((self._prefixes[prefix] for prefix in begins if prefix in self._prefixes), None)
-
-
-def _remember(held: OrderedDict[_Key, str], key: _Key, replica_id: str, most: int) -> None:
-    held[key] = replica_id
-    held.move_to_end(key)
-    if len(held) > most:
-        held.popitem(last=False)
-
-
 class RolloutRouter(RequestRouter):
     """Serve's request router for the engine deployment; calls other than ``generate`` go to the least loaded
     replica."""
@@ -257,11 +125,11 @@ class RolloutRouter(RequestRouter):
             share: The part of the limit that is reserved for each gateway.
             group: The replicas' group in ``scaling.groups``; None: they belong to none.
         """
-        self._ledger, self._limit, self._share, self._group = Ledger(), limit, share, group
         # imported here, not at the top: an object of the gateway's process cannot be part of a module that is shipped
         # by value
-        from rollout_service.runtime.placements import PLACEMENTS
+        from rollout_service.runtime.placements import PLACEMENTS, Ledger
 
+        self._ledger, self._limit, self._share, self._group = Ledger(), limit, share, group
         PLACEMENTS.add_ledger(self._ledger)
 
     async def choose_replicas(

@@ -1,11 +1,21 @@
-"""Serve's status messages for deployments that do not run, for failures before our own processes can report them."""
+"""Serve itself: why a deployment does not run, before our own processes can report it, and a controller that hangs."""
 
+import asyncio
+import logging
 import re
+from collections.abc import Awaitable, Callable
 
 from ray import serve
 
+from rollout_service.compat import ray_internals
 from rollout_service.errors import shorten
 
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 2.0
+PATIENCE_S = 15.0
+"""Timeout in seconds, longer than a controller on busy cores takes to answer. Running replicas work without a
+controller."""
 _FRAME = re.compile(r'\s+File ".*", line \d+')
 _IN_FRAME = "    "
 
@@ -39,3 +49,24 @@ def in_short(message: str) -> str:
         while lines and lines[0].startswith(_IN_FRAME):
             lines.pop(0)
     return shorten(" ".join([*head.split(), *" ".join(lines).split()]))
+
+
+async def watch_controller(
+    answers: Callable[..., Awaitable[bool]] = ray_internals.controller_answered,
+    restart: Callable[[], None] = ray_internals.restart_controller,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Restart Serve's controller if it does not answer, in an endless loop.
+
+    Ray restarts a controller whose process has died. One that got SIGTERM stays alive and answers no call (Ray 2.60.0):
+    no replica can start any more, and none is replaced. ``answers``: see
+    ``ray_internals.controller_answered``; a restart would not help one that is gone.
+    """
+    while True:
+        await sleep(PERIOD_S)
+        if not await answers(PATIENCE_S, if_gone=True):
+            logger.error("Ray Serve's controller has not answered for %g s: it is started anew", PATIENCE_S)
+            try:
+                restart()
+            except ValueError:  # Serve is being shut down
+                logger.info("there is no controller to restart")

@@ -3,9 +3,6 @@
 All need authorization.
 """
 
-import asyncio
-import time
-from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
@@ -20,12 +17,11 @@ from rollout_service.errors import (
     InvalidManifest,
     InvalidRequest,
     NotFound,
-    NotReady,
     UploadIncomplete,
     VersionConflict,
 )
 from rollout_service.gateway.dependencies import Here
-from rollout_service.gateway.routes import GuardedRoute, read_body
+from rollout_service.gateway.routes import OCTETS, GuardedRoute, read_body
 from rollout_service.protocol.adapters import (
     ADAPTER_PART_BYTES,
     AdapterName,
@@ -34,11 +30,8 @@ from rollout_service.protocol.adapters import (
     AdapterUpload,
     BeginAdapter,
     CommitAdapter,
-    WantedAdapter,
-    read_adapter_name,
 )
 from rollout_service.protocol.base import Frozen
-from rollout_service.runtime.rpc import IngestCalls
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["adapters"], route_class=GuardedRoute)
@@ -65,12 +58,7 @@ async def begin(name: Name, body: BeginAdapter, services: Here) -> AdapterUpload
     "/v1/adapters/{name}/uploads/{digest}/parts/{part}",
     status_code=204,
     responses=documented(InvalidRequest, NotFound),
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-        }
-    },
+    openapi_extra=OCTETS,
 )
 async def put_part(name: Name, digest: str, part: int, request: Request, services: Here) -> Response:
     """Store one part of ``adapter_model.safetensors``. The commit compares the digest of the whole file."""
@@ -91,49 +79,6 @@ async def commit(name: Name, body: CommitAdapter, services: Here) -> AdapterStat
 async def remove(name: Name, services: Here) -> None:
     """Remove all versions of an adapter. Running rollouts finish."""
     await services.ingest.remove_adapter(name)
-
-
-class KnownAdapters:
-    """The committed adapters, as this gateway last read them."""
-
-    MAX_AGE_S = 5.0
-    """Time in seconds after which the ingest is asked again."""
-
-    def __init__(self, ingest: IngestCalls) -> None:
-        self._ingest, self._lock = ingest, asyncio.Lock()
-        self._versions: dict[str, tuple[int, ...]] = {}
-        self._read_at = -self.MAX_AGE_S
-
-    async def find(self, asked: str, min_version: int | None = None) -> WantedAdapter | None:
-        """Return the adapter that ``run-a`` or ``run-a@3`` means. None: there is none."""
-        if (parsed := read_adapter_name(asked)) is None:
-            return None
-        name, exact = parsed
-        began = time.monotonic()
-        if not self._has(name, exact) or began - self._read_at > self.MAX_AGE_S:
-            async with self._lock:
-                if self._read_at < began:
-                    await self._read()
-        if name not in self._versions or (exact is not None and not self._has(name, exact)):
-            return None
-        return WantedAdapter(name=name, min_version=min_version, exact_version=exact)
-
-    async def names(self) -> tuple[str, ...]:
-        """Return the names of all adapters."""
-        await self._read()
-        return tuple(self._versions)
-
-    def _has(self, name: str, exact: int | None) -> bool:
-        versions = self._versions.get(name, ())
-        # a later version may be committed any moment, and the request waits for it
-        return bool(versions) and (exact is None or exact in versions or exact > versions[-1])
-
-    async def _read(self) -> None:
-        with suppress(NotReady):  # the ingest is being replaced: what is known still holds
-            found: dict[str, tuple[int, ...]] = {}
-            for adapter in await self._ingest.adapters():
-                found[adapter.name] = (*found.get(adapter.name, ()), adapter.version)
-            self._versions, self._read_at = found, time.monotonic()
 
 
 class LoadAdapter(Frozen):

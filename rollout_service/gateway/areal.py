@@ -9,8 +9,8 @@ from fastapi import APIRouter
 
 from rollout_service.errors import Asleep, CommitTimeout, InvalidRequest, MalformedRequest, Overtaken
 from rollout_service.gateway.dependencies import Here
-from rollout_service.gateway.folder_updates import FolderPath, update_from_folder
 from rollout_service.gateway.sglang.replies import ControlRoute, Success
+from rollout_service.gateway.update_weights import FolderPath, update_from_folder
 from rollout_service.protocol.base import Frozen
 from rollout_service.web.errors import documented
 

@@ -21,22 +21,17 @@ from rollout_service.gateway.generate import (
     token_counts,
     usage,
 )
-from rollout_service.gateway.prompts import (
-    DATA_ERRORS,
-    check_prompts,
-    model_and_adapter,
-    read_prompts,
-    roll_out_all,
-)
+from rollout_service.gateway.prompts import DATA_ERRORS, check_prompts, model_and_adapter, read_prompts, roll_out_all
 from rollout_service.gateway.routes import PromptsRoute
 from rollout_service.gateway.streams import (
     EVENT_STREAM,
     Spans,
+    TextStream,
     event_stream,
     live_pieces,
     side_by_side,
+    token_strings,
 )
-from rollout_service.gateway.text import TextStream, token_strings
 from rollout_service.protocol.generate import (
     ModelName,
     PromptLogprobs,

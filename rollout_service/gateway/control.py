@@ -1,24 +1,26 @@
-"""The control routes: pause, resume, sleep and fleet. All need authorization.
+"""The control routes: pause, resume, sleep and fleet. All need authorization. Other routes ask here for the fleet.
 
 Paths, parameters and replies of sleep follow vLLM 0.32: ``entrypoints/serve/dev/sleep/api_router.py``.
 ``engine/sleeping.py`` describes what an engine does.
 """
 
+import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
-from rollout_service.errors import Asleep, InvalidRequest, Overtaken
+from rollout_service.errors import Asleep, InvalidRequest, NotReady, Overtaken
 from rollout_service.fleet.coordinator import SLEEP_TAGS
 from rollout_service.gateway.dependencies import Here, Services
-from rollout_service.gateway.readiness import known_fleet
 from rollout_service.gateway.routes import GuardedRoute
 from rollout_service.protocol.base import Frozen
-from rollout_service.protocol.fleet import Fleet, PauseMode, SleepTag
+from rollout_service.protocol.fleet import FailedStarts, Fleet, PauseMode, SleepTag
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["control"], route_class=GuardedRoute)
 TimeoutS = Annotated[float, Query(gt=0, allow_inf_nan=False)]
+INGEST_ANSWERS_S = 5.0
+"""Timeout in seconds. An ingest that cannot start never answers, and the caller should learn the reason soon."""
 
 
 @router.post("/pause", responses=documented(InvalidRequest, Overtaken))
@@ -54,7 +56,7 @@ async def is_paused(services: Here) -> dict[str, bool]:
 async def fleet(services: Here) -> Fleet:
     """Return the live replicas and the newest committed version. Answers 503 with the reason if the ingest does not
     reply."""
-    return await known_fleet(services.ingest, services.not_running)
+    return await known_fleet(services)
 
 
 class FellAsleep(Frozen):
@@ -123,3 +125,40 @@ def _require_sleep_mode(services: Services) -> None:
             "the engines of this service cannot sleep: set engine.enable_sleep_mode: true in its configuration and "
             "start it anew"
         )
+
+
+async def known_fleet(services: Services) -> Fleet:
+    """Return the fleet as the ingest knows it. Raises NotReady with Serve's messages if the ingest does not answer."""
+    try:
+        async with asyncio.timeout(INGEST_ANSWERS_S):
+            return await services.ingest.fleet()
+    except (NotReady, TimeoutError) as error:
+        why = str(error) or f"the ingest has not answered for {INGEST_ANSWERS_S:g} s"
+        raise await _not_ready(why, services) from error
+
+
+async def failed_starts(services: Services) -> FailedStarts | None:
+    """Return the failed starts if a replica is ready, or None if no start failed.
+
+    Raises NotReady, with the reason, if no replica is ready.
+    """
+    fleet = await known_fleet(services)
+    serving = any(r.version is not None and r.error is None and r.state != "draining" for r in fleet.unpinned)
+    # asleep: requested by the trainer, so the service is ready
+    if serving or any(replica.state == "asleep" and replica.error is None for replica in fleet.unpinned):
+        return fleet.failed_starts
+    why, failed = "no engine replica is live", fleet.failed_starts
+    if failed is None or failed.over:
+        raise await _not_ready(why, services)
+    starts = "the start of a replica has failed" if failed.tries == 1 else f"{failed.tries} starts have failed"
+    message = f"{why}: {starts}, the first ({failed.first.replica_id}) with: {failed.first.reason}"
+    raise NotReady(message, {"failed_starts": failed.model_dump(mode="json")})
+
+
+async def _not_ready(why: str, services: Services) -> NotReady:
+    """Return the error with Serve's messages about the deployments that are not running."""
+    said = await asyncio.to_thread(services.not_running)
+    if not said:
+        return NotReady(why)
+    lines = [f"{name or 'the application'}: {message}" for name, message in sorted(said.items())]
+    return NotReady(f"{why}; Serve says of {'; '.join(lines)}", {"not_running": said})

@@ -1,6 +1,9 @@
 """Dependencies of the gateway's routes: properties of the served model, and clients of the other deployments."""
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -13,12 +16,13 @@ from ray.serve.handle import DeploymentHandle
 from transformers import PreTrainedTokenizerBase
 
 from rollout_service.config import AdaptersConfig, ServiceConfig
+from rollout_service.errors import NotReady
 from rollout_service.fleet.detokenizer import decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.serve_status import not_running
 from rollout_service.gateway.tinker_samples import Samples
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.adapters import WantedAdapter
+from rollout_service.protocol.adapters import WantedAdapter, read_adapter_name
 from rollout_service.runtime.connections import ManyConnections
 from rollout_service.runtime.placements import routed_fleet
 from rollout_service.runtime.rpc import (
@@ -38,11 +42,47 @@ MAX_FORWARDED_PARTS = 64
 """Maximum number of concurrent part uploads to the ingest; more wait."""
 
 
-class FindsAdapters(Protocol):
-    """The interface of ``KnownAdapters`` in ``gateway/adapters.py``, which imports this file."""
+class KnownAdapters:
+    """The committed adapters, as this gateway last read them."""
 
-    async def find(self, asked: str, min_version: int | None = None) -> WantedAdapter | None: ...
-    async def names(self) -> tuple[str, ...]: ...
+    MAX_AGE_S = 5.0
+    """Time in seconds after which the ingest is asked again."""
+
+    def __init__(self, ingest: IngestCalls) -> None:
+        self._ingest, self._lock = ingest, asyncio.Lock()
+        self._versions: dict[str, tuple[int, ...]] = {}
+        self._read_at = -self.MAX_AGE_S
+
+    async def find(self, asked: str, min_version: int | None = None) -> WantedAdapter | None:
+        """Return the adapter that ``run-a`` or ``run-a@3`` means. None: there is none."""
+        if (parsed := read_adapter_name(asked)) is None:
+            return None
+        name, exact = parsed
+        began = time.monotonic()
+        if not self._has(name, exact) or began - self._read_at > self.MAX_AGE_S:
+            async with self._lock:
+                if self._read_at < began:
+                    await self._read()
+        if name not in self._versions or (exact is not None and not self._has(name, exact)):
+            return None
+        return WantedAdapter(name=name, min_version=min_version, exact_version=exact)
+
+    async def names(self) -> tuple[str, ...]:
+        """Return the names of all adapters."""
+        await self._read()
+        return tuple(self._versions)
+
+    def _has(self, name: str, exact: int | None) -> bool:
+        versions = self._versions.get(name, ())
+        # a later version may be committed any moment, and the request waits for it
+        return bool(versions) and (exact is None or exact in versions or exact > versions[-1])
+
+    async def _read(self) -> None:
+        with suppress(NotReady):  # the ingest is being replaced: what is known still holds
+            found: dict[str, tuple[int, ...]] = {}
+            for adapter in await self._ingest.adapters():
+                found[adapter.name] = (*found.get(adapter.name, ()), adapter.version)
+            self._versions, self._read_at = found, time.monotonic()
 
 
 class Chats(Protocol):
@@ -74,7 +114,7 @@ class Services:
     """Additional names of the model."""
     chats: "Chats | None" = None
     """Answers chat requests. None: chats are not available."""
-    adapters: FindsAdapters | None = None
+    adapters: KnownAdapters | None = None
     """The committed adapters. None: no adapters are served."""
     adapter_limits: AdaptersConfig = field(default_factory=AdaptersConfig)
     """The settings ``engine.adapters``."""
@@ -109,13 +149,9 @@ class Services:
         sessions: DeploymentHandle | None,
         groups: Mapping[str, DeploymentHandle],
     ) -> "Services":
-        """Read the model's properties and the token.
+        """Read the model's properties and the token. Without ``sessions``, sessions are kept in this process.
 
-        Args:
-            config: the service's configuration.
-            engine, ingest, monitor: handles of the deployments.
-            sessions: None to keep sessions in this process.
-            groups: handles of the pinned engines' deployments, by the names in ``scaling.groups``.
+        ``groups``: the pinned engines' deployments, by the names in ``scaling.groups``.
         """
         model = ServedModel.of(config.model)
         calls_ingest, calls_monitor = ingest_client(ingest), monitor_client(monitor)
@@ -145,6 +181,7 @@ class Services:
             pinned=pinned,
             monitor=calls_monitor,
             aliases=config.model.aliases,
+            adapters=KnownAdapters(calls_ingest) if config.engine.adapters.max_live else None,
             sessions=SessionStore() if sessions is None else session_client(sessions),
             samples=Samples() if config.scaling.gateways == 1 else None,
             returns_masks=config.engine.return_sampling_mask,

@@ -10,7 +10,7 @@ from ray.serve.handle import DeploymentHandle
 
 from rollout_service import __version__
 from rollout_service.config import ServiceConfig
-from rollout_service.fleet.controller_watch import watch_controller
+from rollout_service.fleet.serve_status import watch_controller
 from rollout_service.gateway import (
     adapters,
     areal,
@@ -83,16 +83,14 @@ class GatewayReplica:
             )
         config = with_model_here(config)
         chats = LazyServing(config)
-        made = Services.create(config, engine, ingest, monitor, sessions, groups)
-        known = adapters.KnownAdapters(made.ingest) if config.engine.adapters.max_live else None
-        self._services = replace(made, chats=chats, adapters=known)
-        chats.make_if_configured(self._services)
+        services = replace(Services.create(config, engine, ingest, monitor, sessions, groups), chats=chats)
+        chats.make_if_configured(services)
         self._open = OpenRequests()
         self._removal = Removal(self._open, self._drain.work_s)
-        self._app = create_app(self._services)
+        self._app = create_app(services)
         self._app.add_middleware(self._open.middleware)
         self._standby = Standby(self._app)
-        watches = (watch_controller, self._removal.watch, self._standby.watch, made.dispatcher.show_queue)
+        watches = (watch_controller, self._removal.watch, self._standby.watch, services.dispatcher.show_queue)
         self._watching = [asyncio.create_task(watch()) for watch in watches]
         self._drain.serves(self._end)
 

@@ -10,23 +10,11 @@ from fastapi import APIRouter, Response
 
 from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
-from rollout_service.gateway.prompts import (
-    DATA_ERRORS,
-    model_and_adapter,
-    roll_out,
-    text_of,
-    tokenize,
-)
+from rollout_service.gateway.prompts import DATA_ERRORS, model_and_adapter, roll_out, tokenize
 from rollout_service.gateway.routes import PromptsRoute
-from rollout_service.gateway.streams import EVENT_STREAM, Spans, event_stream, live_pieces
-from rollout_service.gateway.text import TextStream
+from rollout_service.gateway.streams import EVENT_STREAM, Spans, TextStream, event_stream, live_pieces, text_of
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
-from rollout_service.protocol.generate import (
-    GenerateReply,
-    GenerateRequest,
-    RolloutOptions,
-    StreamOptions,
-)
+from rollout_service.protocol.generate import GenerateReply, GenerateRequest, RolloutOptions, StreamOptions
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 
 router = APIRouter(tags=["generate"], route_class=PromptsRoute)

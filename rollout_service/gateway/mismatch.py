@@ -11,8 +11,7 @@ from rollout_service.errors import InvalidRequest, NotReady, RolloutServiceError
 from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.routes import GuardedRoute, body_of, read_body
 from rollout_service.protocol.base import WeightVersion
-from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable
-from rollout_service.protocol.mismatch_report import REPORT_BYTES, MismatchReport
+from rollout_service.protocol.mismatch import REPORT_BYTES, MismatchReceipt, MismatchReport, MismatchTable
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.web.errors import documented
 

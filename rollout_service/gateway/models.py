@@ -4,8 +4,8 @@ import time
 
 from fastapi import APIRouter
 
+from rollout_service.gateway.control import failed_starts
 from rollout_service.gateway.dependencies import Here
-from rollout_service.gateway.readiness import failed_starts
 from rollout_service.gateway.routes import OpenRoute
 
 router = APIRouter(tags=["models"], route_class=OpenRoute)
@@ -37,5 +37,5 @@ async def health(services: Here) -> dict[str, object]:
 
     ``failed_starts`` counts failed starts and has their reasons. It stays in the reply after a later start succeeds.
     """
-    failed = await failed_starts(services.ingest, services.not_running)
+    failed = await failed_starts(services)
     return {"status": "ok"} if failed is None else {"status": "ok", "failed_starts": failed.model_dump(mode="json")}

@@ -22,12 +22,11 @@ from rollout_service.errors import (
 from rollout_service.fleet.continuation import sampling_of_the_rest
 from rollout_service.fleet.progress import RolloutProgress
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.text import TextStream
 from rollout_service.metrics.process import counted_rollout
 from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.protocol.base import FEW
 from rollout_service.protocol.generate import RolloutOptions
-from rollout_service.protocol.rollout import Completion, Rollout
+from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import MOST_COMPLETIONS, GenerateCall, Reasoning, Sampling, Scoring
 from rollout_service.runtime.tasks import raise_first_failure
 from rollout_service.tracing import describe
@@ -121,13 +120,6 @@ def _without_repeated_start(ids: tuple[int, ...], added: Sequence[int]) -> tuple
     """Return ``ids`` without the tokens of ``added`` at their start if the text begins with the same tokens."""
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, added, strict=False)))
     return ids[count:] if ids[count : 2 * count] == ids[:count] else ids
-
-
-def text_of(completion: Completion, sampling: Sampling, services: Services, prompt: Sequence[int] = ()) -> str | None:
-    """Return the text that a whole completion adds to ``prompt``, or None if the model has no tokenizer."""
-    if services.tokenizer is None:
-        return None
-    return TextStream(prompt, sampling, services.tokenizer).add(completion, is_last=True)
 
 
 def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) -> None:

@@ -31,6 +31,15 @@ _JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+OCTETS: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+"""The ``openapi_extra`` of a route whose body is bytes."""
+
+
 class OpenRoute(APIRoute):
     """A route without authorization."""
 

@@ -17,9 +17,7 @@ router = APIRouter(tags=["score"], route_class=PromptsRoute)
 
 
 @router.post(
-    "/inference/v1/score",
-    response_model=dict[str, object],
-    responses={200: {"model": ScoreReply}, **DATA_ERRORS},
+    "/inference/v1/score", response_model=dict[str, object], responses={200: {"model": ScoreReply}, **DATA_ERRORS}
 )
 async def score(body: ScoreRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, object]:
     """Return the logprobs of given tokens, and of the most likely or of given tokens beside them."""

@@ -44,13 +44,7 @@ class Standby:
         options: Callable[[], Awaitable[HTTPOptions]] = http_options,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Create the standby.
-
-        Args:
-            app: answers the requests.
-            options: returns the address of Serve's proxies once the controller knows it.
-            sleep: waits for the given seconds.
-        """
+        """Create the standby. ``options`` returns the address of Serve's proxies once the controller knows it."""
         self._app, self._options_of, self._sleep = app, options, sleep
         self._stop: Callable[[], None] | None = None
         self._closed = False

@@ -3,7 +3,7 @@
 They serve trainers that drive vLLM this way: TRL 1.16 (``trl/generation/vllm_client.py``, ``experimental/async_grpo``),
 SkyRL 0.4.0 (``weight_sync/control_plane.py``) and vLLM 0.32's ``HTTPVLLMWeightSyncClient``. Paths, bodies and replies
 follow vLLM: ``entrypoints/rl/online/api_router.py`` and ``entrypoints/serve/dev``. ``ingest/weight_transfer.py``
-implements them. ``POST /update_weights`` is in a file of its own, because prime-rl has a route of that name.
+implements them. ``POST /update_weights``, a route of prime-rl, too, is in ``update_weights.py``.
 
 During a broadcast no route answers 503 or 500, because TRL would repeat the call. It answers 409 if the ingest cannot
 reply.
@@ -15,22 +15,12 @@ from typing import Literal
 from fastapi import APIRouter
 
 from rollout_service.config import AdaptersConfig
-from rollout_service.errors import (
-    CommitTimeout,
-    InsufficientStorage,
-    InvalidManifest,
-    InvalidRequest,
-    NotFound,
-    NotReady,
-    Overtaken,
-    QuantizationError,
-    VersionConflict,
-    WeightTransferFailed,
-)
+from rollout_service.errors import InsufficientStorage, InvalidRequest, NotReady, Overtaken, WeightTransferFailed
+from rollout_service.gateway.control import known_fleet
 from rollout_service.gateway.dependencies import Here, Services
-from rollout_service.gateway.readiness import known_fleet
 from rollout_service.gateway.routes import GuardedRoute
 from rollout_service.gateway.sglang.info import server_info as sglang_server_info
+from rollout_service.gateway.update_weights import COMMIT_ERRORS, not_again
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.weight_transfer import FinishUpdate, StartUpdate, TransferInit
@@ -85,34 +75,13 @@ async def start_draft_weight_update(services: Here) -> dict[str, str]:
     )
 
 
-async def update_from_broadcast(update_info: object, services: Services) -> dict[str, str]:
-    """Receive a broadcast, for ``POST /update_weights`` with ``update_info``."""
-    try:
-        await services.ingest.update_weights(update_info)
-    except NotReady as error:
-        raise _not_again(error) from error
-    return {"message": "Weights updated"}
-
-
-@router.post(
-    "/finish_weight_update",
-    responses=documented(
-        InvalidRequest,
-        InvalidManifest,
-        QuantizationError,
-        NotFound,
-        VersionConflict,
-        WeightTransferFailed,
-        CommitTimeout,
-        InsufficientStorage,
-    ),
-)
+@router.post("/finish_weight_update", responses=documented(*COMMIT_ERRORS, InsufficientStorage))
 async def finish_weight_update(services: Here, body: FinishUpdate | None = None) -> dict[str, str]:
     """Commit the broadcast tensors. Answers with the new version when every live replica serves it."""
     try:
         status = await services.ingest.finish_weight_update(None if body is None else body.weight_version)
     except NotReady as error:
-        raise _not_again(error) from error
+        raise not_again(error) from error
     return {"message": "Weight update finished", "weight_version": str(status.version)}
 
 
@@ -169,7 +138,7 @@ def _lora_config(limits: AdaptersConfig) -> dict[str, int] | None:
 @router.get("/weight_info")
 async def weight_info(services: Here) -> dict[str, str]:
     """Return the oldest version that a live replica serves."""
-    fleet = await known_fleet(services.ingest, services.not_running)
+    fleet = await known_fleet(services)
     return {"weight_version": str(min(_served(fleet), default=fleet.latest_version))}
 
 
@@ -189,7 +158,7 @@ async def reset_prefix_cache(
         raise InvalidRequest("reset_external is not implemented: engines here have no external prefix cache")
     if services.keeps_kv_cache and (reset_running_requests or (body is not None and body.reset_running_requests)):
         await services.ingest.drop_kv_cache(_RESET_S)
-    fleet = await known_fleet(services.ingest, services.not_running)
+    fleet = await known_fleet(services)
     return {"success": all(version == fleet.latest_version for version in _served(fleet))}
 
 
@@ -212,7 +181,7 @@ async def weight_checker(body: CheckWeights, services: Here) -> dict[str, object
 
 async def loaded_digests(services: Services) -> TensorDigests:
     """Return the digests of the newest version. Raises WeightTransferFailed unless all replicas serve it."""
-    fleet = await known_fleet(services.ingest, services.not_running)
+    fleet = await known_fleet(services)
     found = await services.ingest.tensor_digests()
     if behind := sorted({*_served(fleet)} - {found.version}):
         raise WeightTransferFailed(
@@ -229,9 +198,3 @@ def different(digests: Mapping[str, str], others: Mapping[str, str]) -> list[str
 
 def _served(fleet: Fleet) -> list[int]:
     return [replica.version for replica in fleet.unpinned if replica.version is not None]
-
-
-def _not_again(error: NotReady) -> WeightTransferFailed:
-    return WeightTransferFailed(
-        f"{error.message}. A broadcast cannot be received again: POST /init_weight_transfer_engine", error.detail
-    )

@@ -21,7 +21,7 @@ from rollout_service.errors import (
 )
 from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.mismatch import with_suspicions
-from rollout_service.gateway.routes import GuardedRoute
+from rollout_service.gateway.routes import OCTETS, GuardedRoute
 from rollout_service.protocol.base import Frozen, WeightVersion
 from rollout_service.protocol.upload import (
     LARGEST_PART_BYTES,
@@ -42,11 +42,7 @@ from rollout_service.web.errors import documented
 router = APIRouter(prefix="/v1/weights", tags=["weights"], route_class=GuardedRoute)
 _FORWARDED = (PART_DIGEST_HEADER, UPLOADER_HEADER, "content-length", "content-type")
 
-_PART = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    },
+_PART = OCTETS | {
     "parameters": [
         {
             "name": PART_DIGEST_HEADER,
@@ -55,7 +51,7 @@ _PART = {
             "schema": {"type": "string"},
             "description": "xxh3-128 of the part, in hex",
         }
-    ],
+    ]
 }
 
 
@@ -128,12 +124,7 @@ async def take_shared(version: WeightVersion, body: SharedTensors, services: Her
 @router.post(
     "/{version}/commit",
     responses=documented(
-        InvalidRequest,
-        QuantizationError,
-        NotFound,
-        VersionConflict,
-        UploadIncomplete,
-        CommitTimeout,
+        *(InvalidRequest, QuantizationError, NotFound, VersionConflict, UploadIncomplete, CommitTimeout),
         InsufficientStorage,
     ),
 )

@@ -85,8 +85,7 @@ class GroupedCopy:
 
 
 def _tiles(copies: Iterable[Rows] | Integers) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return [tiles, 3]: source, target, size in bytes. Vectorized over copies, of which there are tens of
-    thousands."""
+    """Return [tiles, 3]: source, target, size in bytes. Vectorized over tens of thousands of copies."""
     if isinstance(copies, np.ndarray):
         return _split_into_tiles(*copies.T)
     table = np.array(

@@ -48,13 +48,15 @@ class Holder(Frozen):
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that nvidia-smi lists; empty without it. Raises OSError if it fails,
-    subprocess.TimeoutExpired."""
+    """Return the GPUs that nvidia-smi lists; empty without it. Raises OSError, subprocess.TimeoutExpired."""
+    return gpus_from(_queried("gpu", _GPU_FIELDS))
+
+
+def _queried(what: str, fields: Sequence[str]) -> str:
     try:
-        said = output_of("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
+        return output_of("nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
     except FileNotFoundError:
-        return ()
-    return gpus_from(said)
+        return ""
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
@@ -82,13 +84,7 @@ def holders() -> tuple[Holder, ...]:
 
     Raises OSError if nvidia-smi fails, subprocess.TimeoutExpired.
     """
-    try:
-        said = output_of(
-            "nvidia-smi", f"--query-compute-apps={','.join(_HOLDER_FIELDS)}", "--format=csv,noheader,nounits"
-        )
-    except FileNotFoundError:
-        return ()
-    return holders_from(said)
+    return holders_from(_queried("compute-apps", _HOLDER_FIELDS))
 
 
 def holders_from(csv: str) -> tuple[Holder, ...]:

@@ -97,8 +97,7 @@ def queue_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def record_waiter(device: torch.device) -> Callable[[], None]:
-    """Return a function that waits, with the GIL released, for all current work of the current stream; callable from
-    any thread."""
+    """Return a function, for any thread, that waits for the current stream's work so far with the GIL released."""
     if device.type != "cuda":
         return lambda: None
     # a blocking event, so that waiting threads sleep: by default CUDA keeps a core busy for each of them

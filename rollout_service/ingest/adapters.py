@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,8 +24,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.fleet.coordinator import FleetCoordinator
-from rollout_service.ingest.sources.folder import allowed_path
-from rollout_service.ingest.sources.foreign_file import SourceFile
+from rollout_service.ingest.sources.folder import SourceFile, allowed_path
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.adapters import (
     ADAPTER_PART_BYTES,
@@ -190,8 +188,7 @@ class AdapterIngest:
             if newest is not None and newest.digest == request.digest and request.version in (NEXT, newest.version):
                 return newest  # the answer to an earlier commit was lost
             try:
-                checked = await asyncio.to_thread(self._check, name, request)
-                adapter = await asyncio.to_thread(self._take_in, name, request, checked, head)
+                adapter = await asyncio.to_thread(self._check_and_take_in, name, request, head)
             except OSError as error:
                 raise RolloutServiceError(f"adapter {name} was not committed: {error}: push it again") from error
             await self._fleet.follow_adapters()
@@ -243,7 +240,7 @@ class AdapterIngest:
         with self._needing(f"adapter {name}", begin.nbytes):
             if key not in self._uploads:
                 while len(self._uploads) >= MAX_UPLOADS:
-                    self._drop(next(iter(self._uploads)))
+                    shutil.rmtree(self._uploads.pop(next(iter(self._uploads))).folder, ignore_errors=True)
                 self._uploads[key] = _Upload(self._store.staging(f"{name}-{digest}"), config, begin)
             upload = self._uploads[key]
             if begin.nonce is None:
@@ -251,11 +248,11 @@ class AdapterIngest:
             (upload.folder / begin.nonce).touch()
         return AdapterUpload(digest=digest, missing=upload.missing, folder=str(upload.folder))
 
-    def _check(self, name: str, request: CommitAdapter) -> "CheckedAdapter":
-        """Check an upload, a folder, or the files of an older version completely. Blocks.
+    def _check_and_take_in(self, name: str, request: CommitAdapter, head: Head) -> AdapterVersion:
+        """Check an upload, a folder, or the files of an older version completely, and commit it. Blocks.
 
         Raises NotFound, UploadIncomplete, DigestMismatch, InvalidManifest, InvalidRequest, VersionConflict, Forbidden,
-        LogCorrupt.
+        InsufficientStorage, LogCorrupt, OSError.
         """
         self._require_room(name)
         if request.path is not None:
@@ -274,44 +271,42 @@ class AdapterIngest:
             staged = upload.folder
         rank = check_config(read_config(staged), self._limits.max_rank)
         check_tensors(staged / TENSORS_FILE, rank, self._model)
-        return CheckedAdapter(staged, found, rank, (staged / TENSORS_FILE).stat().st_size)
-
-    def _take_in(self, name: str, options: AdapterOptions, checked: "CheckedAdapter", head: Head) -> AdapterVersion:
-        """Commit a checked adapter for the weights of ``head``. The newest version is returned instead if it has the
-        same files.
-
-        Raises VersionConflict, InsufficientStorage, OSError.
-        """
         try:
-            newest = self.newest(name)
-            last = 0 if newest is None else newest.version
-            is_same = newest is not None and newest.digest == checked.digest and options.version in (NEXT, last)
-            if newest is not None and is_same:
-                shutil.rmtree(checked.folder, ignore_errors=True)
-                return newest
-            number = last + 1 if options.version == NEXT else int(options.version)
-            if number <= last:
-                raise VersionConflict(
-                    f"adapter {name} has version {last}: push a newer one than that, and not {number}",
-                    {"newest": last, "version": number},
-                )
-            newest = AdapterVersion(
-                name=name,
-                version=number,
-                digest=checked.digest,
-                base_version=head.version,
-                base_digest=head.digest,
-                rank=checked.rank,
-                nbytes=checked.nbytes,
-                label=options.label,
-            )
-            with self._needing(f"adapter {newest}, which is not committed,", newest.nbytes):
-                self._store.take_in(newest, checked.folder)
-                self._set(self._kept((*self.live, newest)))
-            logger.info("adapter %s committed: %.1f MB, digest %s", newest, newest.nbytes / 1e6, newest.digest)
-            return newest
+            return self._take_in(name, request, staged, found, rank, head)
         finally:
             self._forget_removed()
+
+    def _take_in(
+        self, name: str, options: AdapterOptions, staged: Path, digest: str, rank: int, head: Head
+    ) -> AdapterVersion:
+        """Commit a checked adapter for the weights of ``head``. The newest version is returned instead if it has the
+        same files. Raises VersionConflict, InsufficientStorage, OSError."""
+        newest = self.newest(name)
+        last = 0 if newest is None else newest.version
+        if newest is not None and newest.digest == digest and options.version in (NEXT, last):
+            shutil.rmtree(staged, ignore_errors=True)
+            return newest
+        number = last + 1 if options.version == NEXT else int(options.version)
+        if number <= last:
+            raise VersionConflict(
+                f"adapter {name} has version {last}: push a newer one than that, and not {number}",
+                {"newest": last, "version": number},
+            )
+        newest = AdapterVersion(
+            name=name,
+            version=number,
+            digest=digest,
+            base_version=head.version,
+            base_digest=head.digest,
+            rank=rank,
+            nbytes=(staged / TENSORS_FILE).stat().st_size,
+            label=options.label,
+        )
+        with self._needing(f"adapter {newest}, which is not committed,", newest.nbytes):
+            self._store.take_in(newest, staged)
+            self._set(self._kept((*self.live, newest)))
+        logger.info("adapter %s committed: %.1f MB, digest %s", newest, newest.nbytes / 1e6, newest.digest)
+        return newest
 
     def _set(self, versions: tuple[AdapterVersion, ...]) -> None:
         self._store.set(versions)
@@ -382,19 +377,6 @@ class AdapterIngest:
         """Forget the uploads whose folders were moved or removed. They must be sent again."""
         # Path.is_dir raises ESTALE and EIO, so that one upload without an answer of the disk would fail all others
         self._uploads = {key: each for key, each in self._uploads.items() if os.path.isdir(each.folder)}
-
-    def _drop(self, key: tuple[str, str]) -> None:
-        shutil.rmtree(self._uploads.pop(key).folder, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class CheckedAdapter:
-    """A complete adapter in the staging folder."""
-
-    folder: Path
-    digest: str
-    rank: int
-    nbytes: int
 
 
 class _Upload:

@@ -1,5 +1,7 @@
 """Plan of the GPU work for storing a batch of tensors, computed once and used for all pushes.
 
+The batch is copied to this process's GPU, converted, hashed there, and copied to the log.
+
 A trainer pushes the same tensors at every step, 20 000 for a mixture of experts. Their names, dtypes and shapes decide
 which kernels run on which bytes. Only two addresses differ between pushes: that of the received batch, and that of the
 output buffer. A plan therefore holds offsets from these two, in numpy tables. The time for a batch then depends on its
@@ -12,8 +14,9 @@ a few copies write them. A tensor whose alignment there is wrong for its kernel 
 
 import math
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,15 +24,29 @@ import numpy.typing as npt
 import torch
 
 from rollout_service.errors import InvalidManifest
+from rollout_service.gpu.grouped_copy import GroupedCopy
+from rollout_service.gpu.streams import own_stream_of
+from rollout_service.ingest.sources.source import of_dtype
 from rollout_service.model.convert import Becomes, Converter
 from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, placed
-from rollout_service.quant.cuda import ALIGNED_BYTES, MAX_MATRICES, Layout, layout_of
-from rollout_service.quant.digests import chunks_of
+from rollout_service.quant.cuda import ALIGNED_BYTES, MAX_MATRICES, GroupedQuantization, Layout, layout_of
+from rollout_service.quant.deferred_checks import DeferredChecks
+from rollout_service.quant.digests import Hashing, chunks_of
 from rollout_service.quant.formats import CODE_DTYPES
-from rollout_service.quant.soundness import CODES, FINITE_SCALES, FINITE_WEIGHTS, Allowed, Numbers, scales, table_of
+from rollout_service.quant.soundness import (
+    CODES,
+    FINITE_SCALES,
+    FINITE_WEIGHTS,
+    Allowed,
+    Numbers,
+    are_allowed,
+    scales,
+    table_of,
+)
+from rollout_service.store.layout import TensorPlace, neighbours
 from rollout_service.store.manifest import CHUNK_BYTES
-from rollout_service.store.tensor_places import TensorPlace, neighbours
+from rollout_service.store.writer import VersionWriter
 
 _MOST_TENSORS = 100_000
 """Maximum number of tensors in all kept plans: five times those of a 30B-A3B, at 0.3 KB each."""
@@ -66,15 +83,6 @@ class _Part(NamedTuple):
     comes: UploadTensor
     becomes: Becomes
 
-    @property
-    def elements(self) -> int:
-        return math.prod(self.becomes.shape)
-
-    @property
-    def is_kept(self) -> bool:
-        """Return True if its bytes are stored unchanged."""
-        return self.comes.dtype == self.becomes.dtype
-
 
 class BatchPlan:
     """The work for one batch. Immutable."""
@@ -89,12 +97,14 @@ class BatchPlan:
 
         Raises NotPlanned for tensors that must be converted one by one.
         """
+        self._tensors, self._converter = tensors, converter
         self.read_bytes = {tensor.name: tensor.nbytes for tensor in tensors}
         """Size in bytes of each tensor, by the trainer's names."""
         parts = list(_parts(tensors, converter, places))
         if not parts:
             raise NotPlanned("all of these tensors are ignored")
-        stored = [places[name] for part in parts for name in _names(part)]
+        names = [name for part in parts for name in (part.becomes.name, part.becomes.scales) if name is not None]
+        stored = [places[name] for name in names]
         *_, (last, start) = placed(tensors, 0)
         self.source_bytes = start + last.nbytes
         """Size of the batch in bytes."""
@@ -120,7 +130,6 @@ class BatchPlan:
         """Argument of ``soundness.are_allowed``: numbers in the batch."""
         self.scales: Table = table_of(work.scales)
         """The same for numbers in the output buffer."""
-        self.form, self.power_of_two = converter.form, converter.makes_powers_of_two
         nbytes = np.array([place.nbytes for place in self.places], np.int64)
         of_place, in_place, chunk_bytes = chunks_of(nbytes, CHUNK_BYTES)
         first = np.array([made[place.name] for place in self.places], np.int64)
@@ -128,6 +137,79 @@ class BatchPlan:
         """[chunks, 2]: offset in the output buffer and size in bytes of each chunk of ``places`` that has a digest."""
         self.chunk_of = list(zip(of_place.tolist(), in_place.tolist(), strict=True))
         """Number of the place and offset in it, for each chunk."""
+
+    def store(
+        self, copied: Callable[[int], torch.Tensor], writer: VersionWriter, gpu: torch.device, turn: threading.Lock
+    ) -> float:
+        """Store all tensors. Return the time in seconds that it took to queue their conversion.
+
+        Args:
+            copied: see ``GpuBatch.copied``.
+            gpu: the CPU in Triton's interpreter.
+            turn: held while this thread does not wait for the GPU; see ``BatchedStore``.
+
+        Raises QuantizationError, as ``Converter.convert`` does; none of the batch counts as stored then.
+        """
+        checks = DeferredChecks()
+        with own_stream_of(gpu) as stream:
+            try:
+                with turn:
+                    began = time.perf_counter()
+                    source = copied(self.source_bytes)
+                    made = self._queue_conversion(source, checks)
+                    queued_s = time.perf_counter() - began
+                    hashing = Hashing([_shifted(self.chunks, made.data_ptr())], gpu)
+                    hashing.queue(0)
+                    for file, start, nbytes, first in self.stretches:
+                        slot = torch.frombuffer(writer.stretch(file, start, nbytes), dtype=torch.uint8)
+                        slot.copy_(made[first : first + nbytes], non_blocking=True)
+                    hashing.collect()
+                    require_sound = checks.collect()
+            finally:  # no copy may still be running into a slot that is given up
+                if stream is not None:
+                    stream.synchronize()
+
+            def chunk(number: int) -> memoryview:
+                place, start = self.chunk_of[number]
+                return writer.slot(self.places[place].name)[start : start + CHUNK_BYTES]
+
+            with turn:
+                require_sound()
+                writer.filled_and_hashed(self.places, hashing.read(chunk))
+                for name in self.empty:
+                    writer.filled(name)
+        return queued_s
+
+    def _queue_conversion(self, source: torch.Tensor, checks: DeferredChecks) -> torch.Tensor:
+        """Convert a batch, uint8, into a new output buffer, uint8 [``made_bytes``]."""
+        device = source.device
+        made = torch.empty(self.made_bytes, dtype=torch.uint8, device=device)
+        came_at, made_at = source.data_ptr(), made.data_ptr()
+        matrices = [(layout, _shifted(rows, came_at, made_at, made_at)) for layout, rows in self.matrices]
+        power_of_two, form = self._converter.makes_powers_of_two, self._converter.form
+        GroupedQuantization.at(matrices, device, power_of_two=power_of_two, form=form).run()
+        for cast in self.casts:
+            comes, becomes = cast.comes.itemsize * cast.elements, cast.becomes.itemsize * cast.elements
+            target = made[cast.made : cast.made + becomes].view(cast.becomes)
+            target.copy_(source[cast.source : cast.source + comes].view(cast.comes))
+        for copies, from_at in ((self.copied, came_at), (self.moved, made_at)):
+            if len(copies):
+                GroupedCopy(_shifted(copies, from_at, made_at), device).run()
+
+        def complain() -> None:
+            """Raise the error of an invalid tensor."""
+            one_by_one = DeferredChecks()
+            views = (
+                (tensor.name, of_dtype(source[start : start + tensor.nbytes], tensor.dtype, tensor.shape))
+                for tensor, start in placed(self._tensors, 0)
+            )
+            for _ in self._converter.convert(views, to_cpu=False, checks=one_by_one):
+                pass
+            one_by_one.require()
+
+        numbers = np.concatenate([_shifted(self.came, came_at), _shifted(self.scales, made_at)])
+        checks.add(are_allowed(numbers, device), complain)
+        return made
 
 
 class NotPlanned(ValueError):
@@ -138,7 +220,7 @@ class BatchPlans:
     """Cache of the plans of one converter and layout. Thread-safe."""
 
     def __init__(self, converter: Converter, places: Mapping[str, TensorPlace]) -> None:
-        self.converter, self._places = converter, places
+        self._converter, self._places = converter, places
         self._lock = threading.Lock()
         self._known: dict[tuple[str, int], tuple[tuple[UploadTensor, ...], BatchPlan | None]] = {}
         """Plans by first tensor name and number of tensors; ordered from oldest to newest."""
@@ -150,7 +232,7 @@ class BatchPlans:
         if known is not None and known[0] == tensors:  # comparing takes no time if these are the same objects
             return known[1]
         try:
-            plan = BatchPlan(tensors, self.converter, self._places)
+            plan = BatchPlan(tensors, self._converter, self._places)
         except NotPlanned:
             plan = None
         with self._lock:
@@ -182,12 +264,6 @@ def _first_byte(tensor: UploadTensor, part: tuple[int | slice, ...]) -> int:
     if not view.is_contiguous():
         raise NotPlanned(f"a part of {tensor.name} does not lie in one piece")
     return int(view.storage_offset()) * DTYPE_BYTES[tensor.dtype]
-
-
-def _names(part: _Part) -> tuple[str, ...]:
-    """Return the names under which it is stored."""
-    name, made_scales = part.becomes.name, part.becomes.scales
-    return (name,) if made_scales is None else (name, made_scales)
 
 
 def _laid_out(places: Sequence[TensorPlace], coded: frozenset[str]) -> tuple[list[Stretch], dict[str, int], int]:
@@ -224,20 +300,21 @@ class _Work:
         self.scales: list[Numbers] = []
 
     def add(self, part: _Part) -> None:
-        if not part.elements:
-            return
         becomes = part.becomes
+        elements = math.prod(becomes.shape)
+        if not elements:
+            return
         if becomes.scales is not None:
             self._quantize(part, becomes.scales)
             return
-        self.came.append(Numbers(part.source, part.elements, self._allowed(part)))
-        itemsize = getattr(torch, becomes.dtype).itemsize
-        if part.is_kept:
-            self.copied.append((part.source, self._made[becomes.name], part.elements * itemsize))
+        self.came.append(Numbers(part.source, elements, self._allowed(part)))
+        comes, stored = getattr(torch, part.comes.dtype), getattr(torch, becomes.dtype)
+        nbytes = elements * stored.itemsize
+        if comes == stored:
+            self.copied.append((part.source, self._made[becomes.name], nbytes))
             return
-        made = self._place(becomes.name, part.elements * itemsize, itemsize)
-        dtypes = getattr(torch, part.comes.dtype), getattr(torch, becomes.dtype)
-        self.casts.append(Cast(part.source, made, part.elements, *dtypes))
+        made = self._place(becomes.name, nbytes, stored.itemsize)
+        self.casts.append(Cast(part.source, made, elements, comes, stored))
 
     def matrices(self) -> list[tuple[Layout, Table]]:
         return [
@@ -278,3 +355,10 @@ class _Work:
 
 def _table(rows: Sequence[tuple[int, int, int]]) -> Table:
     return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def _shifted(table: Table, *addresses: int) -> Table:
+    """Return the table with these addresses added to its first columns."""
+    shifted = table.copy()
+    shifted[:, : len(addresses)] += np.array(addresses, np.int64)
+    return shifted

@@ -7,8 +7,7 @@ such as a delta's, are copied from their slots to the GPU and hashed there, whic
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, Self
 
@@ -20,8 +19,8 @@ from rollout_service.gpu.streams import lies_on_gpu, own_stream_of
 from rollout_service.protocol.ring import aligned
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.threads import STRETCH_BYTES, in_threads, stretches
+from rollout_service.store.layout import TensorPlace
 from rollout_service.store.manifest import CHUNK_BYTES
-from rollout_service.store.tensor_places import TensorPlace
 from rollout_service.store.writer import VersionWriter
 
 _HELD_BYTES = 384 << 20
@@ -50,7 +49,7 @@ class BatchedStore:
         writer: VersionWriter,
         gpu: torch.device | None,
         checks: DeferredChecks,
-        turn: "threading.Lock | None" = None,
+        turn: threading.Lock,
     ) -> None:
         """
         Args:
@@ -65,8 +64,7 @@ class BatchedStore:
         self._held_bytes = 0
 
     def __enter__(self) -> Self:
-        if self._turn is not None:
-            self._turn.acquire()
+        self._turn.acquire()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -74,19 +72,7 @@ class BatchedStore:
             if kind is None:
                 self._store()
         finally:
-            if self._turn is not None:
-                self._turn.release()
-
-    @contextmanager
-    def _others_turn(self) -> Iterator[None]:
-        if self._turn is None:
-            yield
-            return
-        self._turn.release()
-        try:
-            yield
-        finally:
-            self._turn.acquire()
+            self._turn.release()
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Store a tensor, or hold it until many are stored at once."""
@@ -130,16 +116,19 @@ class BatchedStore:
             hashing = Hashing([_chunks(group.pieces) for group in groups], device)
             try:
                 for number, group in enumerate(groups):
-                    for copy in group.copies:
-                        copy.scratch.copy_(torch.frombuffer(copy.in_slot, dtype=torch.uint8), non_blocking=True)
+                    for in_slot, room in group.copies:
+                        room.copy_(torch.frombuffer(in_slot, dtype=torch.uint8), non_blocking=True)
                     hashing.queue(number)
                 self._copy_to_slots(held, device)
                 hashing.collect()
                 require_sound = self._checks.collect()
             finally:  # no copy may still be running into a slot that is given up
                 if stream is not None:
-                    with self._others_turn():
+                    self._turn.release()
+                    try:
                         stream.synchronize()
+                    finally:
+                        self._turn.acquire()
             require_sound()
             digests = hashing.read(short)
         self._writer.filled_and_hashed((each.place for each in held), digests)
@@ -187,17 +176,11 @@ class BatchedStore:
                     position = 0
                     continue
                 place = scratch[position : position + taken]
-                groups[-1].copies.append(_ToScratch(slot[first : first + taken], place))
+                groups[-1].copies.append((slot[first : first + taken], place))
                 groups[-1].pieces.append((place.data_ptr(), taken))
                 first += taken
                 position += aligned(taken)
         return groups
-
-
-class _ToScratch(NamedTuple):
-    in_slot: memoryview
-    scratch: torch.Tensor
-    """uint8 on the GPU."""
 
 
 class _Group(NamedTuple):
@@ -205,8 +188,8 @@ class _Group(NamedTuple):
 
     pieces: list[tuple[int, int]]
     """GPU address and size of each piece: a whole tensor, or whole chunks of one and the rest."""
-    copies: list[_ToScratch]
-    """Copies before hashing, one for all chunks of a piece: one for each chunk would be a call each."""
+    copies: list[tuple[memoryview, torch.Tensor]]
+    """Copies from slots to the scratch buffer, before hashing. One for all chunks of a piece: each is a call."""
 
 
 def _chunks(pieces: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:

@@ -1,30 +1,33 @@
-"""Background conversion of one version: read tensors, quantize them as planned, and write them to the version's
-files."""
+"""Background conversion of one version: read buckets of tensors, quantize them, and write them to the version's files.
+
+Every source of weights delivers buckets, and one thread converts each.
+"""
 
 import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from rollout_service.errors import InvalidManifest, RolloutServiceError
 from rollout_service.gpu.streams import own_stream_done
 from rollout_service.ingest.batched_store import BatchedStore
-from rollout_service.ingest.bucket import Bucket, GpuBatch
 from rollout_service.metrics.process import count_converted, counted_conversion
 from rollout_service.model.convert import Named, tensor_bytes
+from rollout_service.protocol.upload import UploadTensor
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.writer import VersionWriter
 
 if TYPE_CHECKING:
-    from rollout_service.ingest.batch_plan import BatchPlan
+    from rollout_service.ingest.batch_plan import BatchPlan, BatchPlans
 
 GPU = torch.device("cuda", 0)
 """The GPU with which a log's memory is registered, if there is one."""
@@ -34,13 +37,27 @@ FAILURES = (RolloutServiceError, OSError, RuntimeError)
 memory."""
 
 
-class Convert(Protocol):
-    """The interface of ``Converter.convert``."""
+class GpuBatch(NamedTuple):
+    """The tensors of a bucket that a GPU can copy at once."""
 
-    def __call__(
-        self, tensors: Iterable[Named], *, to_cpu: bool, checks: DeferredChecks | None = None
-    ) -> Iterator[Named]:
-        """See ``Converter.convert``."""
+    tensors: tuple[UploadTensor, ...]
+    copied: Callable[[int], torch.Tensor]
+    """Returns a copy of the given size, uint8 on the GPU, laid out as in ``placed``, queued on the current stream."""
+    plans: "BatchPlans"
+
+
+class Bucket(NamedTuple):
+    """Tensors that are converted together."""
+
+    names: Sequence[str]
+    read: Callable[[], Iterable[Named]]
+    """Yields the tensors, one after the other. Called from a thread."""
+    batch: GpuBatch | None = None
+    """None: the tensors are converted one by one."""
+    executor: Executor | None = None
+    """Executor whose threads convert it; None: that of the conversion."""
+    in_turns: bool = False
+    """True if its threads take turns, except while they wait for a GPU."""
 
 
 class TiedHead(NamedTuple):
@@ -57,17 +74,15 @@ class Conversion:
         self,
         version: int,
         writer: VersionWriter,
-        convert: Convert,
+        convert: Callable[..., Iterator[Named]],
         executor: Executor,
     ) -> None:
         """``convert``: ``Converter.convert``, or an equivalent for tensors that come as they are stored."""
-        self._version, self._writer, self._converts = version, writer, convert
-        self._executor = executor
-        self._tasks: list[Future[None]] = []
-        self._tasks_of: dict[int, list[Future[None]]] = defaultdict(list)
-        self._failure: RolloutServiceError | None = None
-        self._failed: dict[int, RolloutServiceError] = {}
-        """Keys of buckets that could not be converted, and that may be sent again."""
+        self.version = version
+        self._writer, self._converts, self._executor = writer, convert, executor
+        self._tasks: dict[int | None, list[Future[None]]] = defaultdict(list)
+        self._failed: dict[int | None, RolloutServiceError] = {}
+        """Errors by the keys of their buckets; None: the version is lost."""
         self._noting = threading.Lock()
         self._read: dict[str, int] = {}
         self.quantize_s = self.store_s = 0.0
@@ -84,7 +99,7 @@ class Conversion:
 
         A failure is cleared if the part that it came from is replaced.
         """
-        return self._failure or next(iter(list(self._failed.values())), None)
+        return next(iter(list(self._failed.values())), None)
 
     @property
     def read_bytes(self) -> int:
@@ -97,23 +112,16 @@ class Conversion:
         ``key``: a failure holds until ``forget`` is called with this key. None: a failure ends the version.
         """
         task = (bucket.executor or self._executor).submit(self._convert, bucket, key)
-        self._tasks.append(task)
-        if key is not None:
-            self._tasks_of[key].append(task)
+        self._tasks[key].append(task)
         return task
 
     async def forget(self, keys: Collection[int]) -> None:
         """Wait until the buckets of these keys are no longer read, and forget their failures: they are begun again."""
-        tasks = [task for key in keys for task in self._tasks_of.pop(key, ())]
-        self._tasks = [task for task in self._tasks if task not in tasks]
+        tasks = [task for key in keys for task in self._tasks.pop(key, ())]
         await asyncio.gather(*(asyncio.wrap_future(task) for task in tasks if not task.cancel()))
         with self._noting:
             for key in keys:
                 self._failed.pop(key, None)
-
-    def renumber(self, version: int) -> None:
-        """Change the version number."""
-        self._version = version
 
     async def finish(
         self, *, tied: TiedHead | None = None, check: Callable[[Iterable[StoredTensor]], None] | None = None
@@ -126,7 +134,7 @@ class Conversion:
 
         Raises the error of the first failed conversion.
         """
-        await asyncio.gather(*map(asyncio.wrap_future, self._tasks))
+        await asyncio.gather(*map(asyncio.wrap_future, chain.from_iterable(self._tasks.values())))
         if self._stored is None and self.failure is None:
             loop = asyncio.get_running_loop()
             self._stored = await loop.run_in_executor(self._executor, self._finish, tied, check)
@@ -137,41 +145,35 @@ class Conversion:
 
     async def stop(self) -> None:
         """Stop converting, and close the files."""
-        # a running conversion cannot be cancelled, and must not write once its file is closed
-        running = [task for task in self._tasks if not task.cancel()]
-        await asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
+        await asyncio.gather(*map(asyncio.wrap_future, self._running()), return_exceptions=True)
         self._writer.close()
 
     def stop_and_wait(self) -> None:
         """Do the same without an event loop."""
-        wait([task for task in self._tasks if not task.cancel()])
+        wait(self._running())
         self._writer.close()
 
+    def _running(self) -> list[Future[None]]:
+        """Cancel what waits. Return what runs: it cannot be cancelled, and must not write once its file is closed."""
+        return [task for task in chain.from_iterable(self._tasks.values()) if not task.cancel()]
+
     def _convert(self, bucket: Bucket, key: int | None) -> None:
-        if self._failure is not None:
+        if None in self._failed:
             return
         try:
             batch = bucket.batch
             plan = None if batch is None or self.gpu is None else batch.plans.of(batch.tensors)
             if batch is None or plan is None:
-                self._write(bucket.read, bucket.in_turns)
+                self._write(bucket.read, self._turn if bucket.in_turns else threading.Lock())
             else:
                 self._write_planned(batch, plan)
         except FAILURES as error:
-            with self._noting:
-                if key is None:
-                    self._failure = self._failure or self._as_ours(error)
-                else:
-                    self._failed.setdefault(key, self._as_ours(error))
+            self._note_failure(key, error)
 
     def _write_planned(self, batch: GpuBatch, plan: "BatchPlan") -> None:
-        from rollout_service.ingest.planned_batch import PlannedBatch  # needs triton
-
         assert self.gpu is not None
         began = time.perf_counter()
-        queued_s = PlannedBatch(batch.tensors, plan, batch.copied).store(
-            self._writer, batch.plans.converter, self.gpu, self._turn
-        )
+        queued_s = plan.store(batch.copied, self._writer, self.gpu, self._turn)
         took_s = time.perf_counter() - began
         count_converted(sum(plan.read_bytes.values()), took_s)
         with self._noting:
@@ -179,8 +181,7 @@ class Conversion:
             self.quantize_s += queued_s
             self.store_s += took_s - queued_s
 
-    def _write(self, read: Callable[[], Iterable[Named]], in_turns: bool = False) -> None:
-        turn = self._turn if in_turns else None
+    def _write(self, read: Callable[[], Iterable[Named]], turn: threading.Lock) -> None:
         began = time.perf_counter()
         tensors = read()  # a delta's are decoded here
         read_s = time.perf_counter() - began
@@ -216,16 +217,18 @@ class Conversion:
     def _finish(
         self, tied: TiedHead | None, check: Callable[[Iterable[StoredTensor]], None] | None
     ) -> tuple[StoredTensor, ...]:
-        tensors: tuple[StoredTensor, ...] = ()
-        with self._failures_kept():
+        try:
             if tied is not None and tied.head in self._writer.unwritten:
                 # a CPU engine holds a packed copy of the head, which it rebuilds only when a head is loaded
-                self._write(lambda: [(tied.head, self._read_back(tied.embedding))])
+                self._write(lambda: [(tied.head, self._read_back(tied.embedding))], self._turn)
             tensors = self._writer.finish()
             if check is not None:
                 check(tensors)
             if tied is not None:
                 _require_equal_heads(tensors, tied)
+        except FAILURES as error:
+            self._note_failure(None, error)
+            return ()
         return tensors
 
     def _read_back(self, name: str) -> torch.Tensor:
@@ -233,17 +236,11 @@ class Conversion:
         stored = torch.frombuffer(self._writer.read(name), dtype=getattr(torch, place.dtype))
         return stored.view(place.shape)
 
-    @contextmanager
-    def _failures_kept(self) -> Iterator[None]:
-        try:
-            yield
-        except FAILURES as error:
-            self._failure = self._failure or self._as_ours(error)
-
-    def _as_ours(self, error: Exception) -> RolloutServiceError:
-        if isinstance(error, RolloutServiceError):
-            return error
-        return RolloutServiceError(f"version {self._version} could not be stored: {error}")
+    def _note_failure(self, key: int | None, error: Exception) -> None:
+        if not isinstance(error, RolloutServiceError):
+            error = RolloutServiceError(f"version {self.version} could not be stored: {error}")
+        with self._noting:
+            self._failed.setdefault(key, error)
 
 
 def _require_equal_heads(tensors: tuple[StoredTensor, ...], tied: TiedHead) -> None:

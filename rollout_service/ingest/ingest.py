@@ -8,9 +8,10 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Coroutine, Sequence
+from functools import cached_property, wraps
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from ray import ObjectRef
 
@@ -43,7 +44,6 @@ from rollout_service.protocol.adapters import AdapterVersion
 from rollout_service.protocol.base import MAX_VERSION, Failure, is_label
 from rollout_service.protocol.fleet import LogPlace, PauseMode, Pin
 from rollout_service.protocol.ignored import IgnoredTensors
-from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.upload import (
     Announcement,
     BeginUpload,
@@ -58,19 +58,35 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.protocol.weight_log import Head, LogFile, Newest
 from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
-from rollout_service.protocol.weights import TensorDigests, WeightStatus
+from rollout_service.protocol.weights import ServiceState, TensorDigests, WeightStatus
 from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, RepeatedTask, ShieldedTasks
-from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree
-from rollout_service.store.labels import VersionLabels
-from rollout_service.store.log import WeightLog
+from rollout_service.store.labels import VersionLabels, require_kept
+from rollout_service.store.log import WeightLog, stage_again
 from rollout_service.store.manifest import Manifest
-from rollout_service.store.rollback import require_kept, stage_again
-from rollout_service.store.upload_record import UploadRecord
-from rollout_service.store.version_summary import summary_of, unconfirmed
+from rollout_service.store.node_cache import ChunkServer
+from rollout_service.store.upload_record import UploadRecord, summary_of, unconfirmed
 
 logger = logging.getLogger(__name__)
 _INTEGER = re.compile("[0-9]{1,16}")
+_Method = TypeVar("_Method", bound=Callable[..., Coroutine[Any, Any, object]])
+
+
+def _exclusive(change: _Method) -> _Method:
+    """Run a change of the log, or of what is staged, alone, and to its end although its caller disconnects.
+
+    Raises NotReady once the ingest stops.
+    """
+
+    @wraps(change)
+    async def whole(self: "Ingest", *args: object, **named: object) -> object:
+        async def alone() -> object:
+            async with self._writing:
+                return await change(self, *args, **named)
+
+        return await self._shielded.run(alone())
+
+    return cast(_Method, whole)
 
 
 class Ingest:
@@ -110,7 +126,6 @@ class Ingest:
             self._labels,
         )
         self._lock, self._chunks = WriterLock(self._log.root), ChunkServer(self._log)
-        # a started commit must finish although its caller disconnects
         self._shielded = ShieldedTasks()
         self._history = FleetHistory(self._log, config.scaling)
         self._fleet = FleetCoordinator(
@@ -193,7 +208,7 @@ class Ingest:
             task.check()
 
     async def _start(self) -> None:
-        await asyncio.to_thread(self._uploads.open)
+        await asyncio.to_thread(self._uploads.resources.open)
         newest = own_newest(self._log, self._model, self._recipe, self._config)
         self._fleet.start()
         if newest is None:
@@ -227,7 +242,10 @@ class Ingest:
         ``reached``: the service address that the trainer called, if known. Raises VersionConflict, InvalidManifest,
         InsufficientStorage, Forbidden or NotFound.
         """
-        plan = await self._shielded.run(self._begin(begin))
+        self._kv_scales.check(begin.kv_scales)
+        if isinstance(begin.source, PathSource):
+            await self.pulls.settled()  # as in begin_folder
+        plan = await self._begin(begin)
         direct = self.upload_address and self.upload_address.announced(plan.version, reached)
         if not direct:
             return plan
@@ -239,15 +257,12 @@ class Ingest:
         assert self.upload_address is not None, "asked before there is a listener"
         return self.upload_address.within(version, node_id)
 
+    @_exclusive
     async def _begin(self, begin: Announcement) -> UploadPlan:
-        self._kv_scales.check(begin.kv_scales)
-        if isinstance(begin.source, PathSource):
-            await self.pulls.settled()  # as in _begin_folder
-        async with self._writing:
-            self._fleet.require_followed()
-            if begin.version not in self._log.versions():
-                self._adapters.require_none()
-            return await self._uploads.begin(begin)
+        self._fleet.require_followed()
+        if begin.version not in self._log.versions():
+            self._adapters.require_none()
+        return await self._uploads.begin(begin)
 
     async def push_folder(
         self, path: Path, request: CommitUpload, number: int | None = None, label: str | None = None
@@ -264,28 +279,27 @@ class Ingest:
 
     async def begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool) -> UploadPlan:
         """Stage the contents of a folder; see ``Uploads.begin_folder``."""
-        return await self._shielded.run(self._begin_folder(path, number, label, pulled=pulled))
-
-    async def _begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool) -> UploadPlan:
         await self.pulls.settled()  # it may be a delta of the version that is being kept
-        async with self._writing:
-            self._fleet.require_followed()
-            kv_scales = await asyncio.to_thread(kv_scales_of, path) if pulled else None
-            self._kv_scales.check(kv_scales)
-            return await self._uploads.begin_folder(path, number, label, pulled=pulled, kv_scales=kv_scales)
+        return await self._begin_folder(path, number, label, pulled=pulled)
 
+    @_exclusive
+    async def _begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool) -> UploadPlan:
+        self._fleet.require_followed()
+        kv_scales = await asyncio.to_thread(kv_scales_of, path) if pulled else None
+        self._kv_scales.check(kv_scales)
+        return await self._uploads.begin_folder(path, number, label, pulled=pulled, kv_scales=kv_scales)
+
+    @_exclusive
     async def verify(self, version: int) -> None:
         """Wait until a staged version is converted. Raises the error of the first failed conversion."""
-        await self._shielded.run(self._verify(version))
+        if version not in self._log.versions():
+            await self._uploads.staged(version).finish()
 
-    async def _verify(self, version: int) -> None:
-        async with self._writing:
-            if version not in self._log.versions():
-                await self._uploads.staged(version).finish()
-
+    @_exclusive
     async def begin_broadcast(self) -> UploadSession:
         """Stage the next version for tensors that a trainer broadcasts. Raises InsufficientStorage, LogCorrupt."""
-        return await self._shielded.run(self._begin_broadcast())
+        self._fleet.require_followed()
+        return await self._uploads.begin_broadcast()
 
     def check_broadcast(self, tensors: Sequence[UploadTensor], *, whole: bool) -> None:
         """Compare tensors of a broadcast, or the ``whole`` of it, with the served model. Raises InvalidManifest."""
@@ -315,13 +329,31 @@ class Ingest:
         and a valid label becomes the version's label. Raises the errors of ``commit``, and NotFound if another upload
         has taken its number.
         """
-        version = await self._shielded.run(self._number_broadcast(staged, label))
+        version = await self._number_broadcast(staged, label)
         staged.all_came()
         return await self.commit(version, CommitUpload(wait="all"), staged)
 
+    @_exclusive
+    async def _number_broadcast(self, staged: UploadSession, label: str | None) -> int:
+        newest = self._uploads.numbers.newest
+        if not staged.in_log and label is not None:
+            self._uploads.require_staged(staged)
+            wanted = int(label) if _INTEGER.fullmatch(label) else -1
+            if newest < wanted <= MAX_VERSION:
+                await self._uploads.renumber(staged, wanted)
+            elif is_label(label):
+                await self._uploads.rename(staged, label=label)
+            else:
+                logger.info(
+                    "the weight version %r is neither an integer above %d nor a label: it is version %d here",
+                    label, newest, staged.begin.version,
+                )  # fmt: skip
+        return staged.begin.version
+
+    @_exclusive
     async def drop_broadcast(self, staged: UploadSession) -> None:
         """Drop a broadcast, if it is still staged."""
-        await self._shielded.run(self._drop_broadcast(staged))
+        await self._uploads.drop(staged)
 
     def staged(self, version: int) -> UploadSession:
         """Return the upload of ``version``. Raises NotFound."""
@@ -371,9 +403,14 @@ class Ingest:
         digest = (await self._summary(version)).digest if version in self._log.versions() else None
         await self._fleet.wait_served(version, digest, timeout_s)
 
+    @_exclusive
     async def discard(self, version: int) -> None:
         """Drop a staged version. Raises VersionConflict for a committed one, NotFound."""
-        await self._shielded.run(self._discard(version))
+        if version in self._log.versions():
+            raise VersionConflict(
+                f"version {version} is committed; a commit is final: push a newer version, or roll back"
+            )
+        await self._uploads.discard(version)
 
     async def status(self, version: int) -> WeightStatus:
         """Return the status of ``version``. Raises NotFound; LogCorrupt or LogUnreadable for a version that cannot be
@@ -444,7 +481,7 @@ class Ingest:
         return await asyncio.to_thread(self._chunks.files, version)
 
     async def chunk(self, version: int, file: str, index: int) -> list[ObjectRef]:
-        """Return one chunk of a file, see ``store/chunk_server.py``. Raises NotFound or LogCorrupt."""
+        """Return one chunk of a file, see ``ChunkServer``. Raises NotFound or LogCorrupt."""
         return await self._chunks.chunk(version, file, index)
 
     # --- inside
@@ -494,7 +531,7 @@ class Ingest:
             manifest = self._kv_scales.with_scales(bare, staged.begin.kv_scales)
             record = staged.complete_record().model_copy(update={"timings": staged.timings})
             await self._append(manifest, record, request.mode)
-            count_received(staged.transport, staged.received_bytes, manifest.total_bytes, staged.timings)
+            count_received(staged.begin.transport, staged.received_bytes, manifest.total_bytes, staged.timings)
             await self._uploads.committed_now(version)
             await self._remove_old()
         if isinstance(source := staged.begin.source, PathSource):  # while replicas load the version
@@ -583,55 +620,20 @@ class Ingest:
             del self._summaries[version]
 
     def _drop(self, version: int) -> None:
-        memory = self._uploads.memory
+        memory = self._uploads.resources.memory
         self._log.drop(version, None if memory is None else memory.spare)
-        if memory is not None:
-            memory.mapped.prune()
-
-    async def _begin_broadcast(self) -> UploadSession:
-        async with self._writing:
-            self._fleet.require_followed()
-            return await self._uploads.begin_broadcast()
-
-    async def _number_broadcast(self, staged: UploadSession, label: str | None) -> int:
-        async with self._writing:
-            newest = self._uploads.numbers.newest
-            if not staged.in_log and label is not None:
-                self._uploads.require_staged(staged)
-                wanted = int(label) if _INTEGER.fullmatch(label) else -1
-                if newest < wanted <= MAX_VERSION:
-                    await self._uploads.renumber(staged, wanted)
-                elif is_label(label):
-                    await self._uploads.rename(staged, label=label)
-                else:
-                    logger.info(
-                        "the weight version %r is neither an integer above %d nor a label: it is version %d here",
-                        label, newest, staged.begin.version,
-                    )  # fmt: skip
-            return staged.begin.version
-
-    async def _drop_broadcast(self, staged: UploadSession) -> None:
-        async with self._writing:
-            await self._uploads.drop(staged)
-
-    async def _discard(self, version: int) -> None:
-        async with self._writing:
-            if version in self._log.versions():
-                raise VersionConflict(
-                    f"version {version} is committed; a commit is final: push a newer version, or roll back"
-                )
-            await self._uploads.discard(version)
+        self._uploads.resources.unmap_removed()
 
     async def _expire_later(self) -> None:
         await asyncio.sleep(self._expiry_s)
-        await self._shielded.run(self._expire())
+        await self._expire()
 
+    @_exclusive
     async def _expire(self) -> None:
-        async with self._writing:
-            await self._uploads.expire()
+        await self._uploads.expire()
 
     async def _prepare_memory(self) -> None:
         try:
-            await asyncio.to_thread(self._uploads.prepare_memory, self._stopped.is_set)
+            await asyncio.to_thread(self._uploads.resources.prepare_memory, self._stopped.is_set)
         except OSError as error:
             logger.warning("the first pushes take longer, since no memory is prepared for them: %s", error)

@@ -6,12 +6,11 @@ A part is received at its place in the file.
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import xxhash
 
-from rollout_service.ingest.bucket import coalesced
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.convert import Named
 from rollout_service.protocol.upload import DTYPE_BYTES, Slot, UploadTensor, placed
@@ -165,15 +164,13 @@ class StreamBucket:
     def copied(self, file: StagedFile, gpu: torch.device, nbytes: int) -> torch.Tensor:
         """Return a copy on the GPU, uint8 [nbytes], as ``GpuBatch.copied`` does. The file must be registered."""
         target = torch.empty(nbytes, dtype=torch.uint8, device=gpu)
-        for source, start, count in coalesced(self._copies()):
+        copies, begin = [], self.offset
+        for tensor, start in placed(self.tensors, 0):
+            copies.append((begin, start, tensor.nbytes))
+            begin += tensor.nbytes
+        for source, start, count in coalesced(copies):
             file.copy_to(target[start : start + count], source)
         return target
-
-    def _copies(self) -> Iterator[tuple[int, int, int]]:
-        source = self.offset
-        for tensor, target in placed(self.tensors, 0):
-            yield source, target, tensor.nbytes
-            source += tensor.nbytes
 
 
 def stream_buckets(tensors: tuple[UploadTensor, ...], part_bytes: int) -> list[StreamBucket]:
@@ -183,3 +180,22 @@ def stream_buckets(tensors: tuple[UploadTensor, ...], part_bytes: int) -> list[S
         buckets.append(StreamBucket(tuple(several), offset, part_bytes))
         offset += buckets[-1].nbytes
     return buckets
+
+
+def coalesced(copies: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Join consecutive copies whose sources and targets are equally far apart, with the bytes between them.
+
+    Each copy is its source offset, its target offset, and its size in bytes.
+    """
+    source = target = nbytes = 0
+    for from_, to, count in copies:
+        if not count:
+            continue
+        if nbytes and from_ - source == to - target:
+            nbytes = to - target + count
+            continue
+        if nbytes:
+            yield source, target, nbytes
+        source, target, nbytes = from_, to, count
+    if nbytes:
+        yield source, target, nbytes

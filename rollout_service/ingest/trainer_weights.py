@@ -35,8 +35,7 @@ from rollout_service.ingest.sources.delta_folder import (
     version_name,
     whole_check,
 )
-from rollout_service.ingest.sources.folder import FolderSource, allowed_path, safetensors_files
-from rollout_service.ingest.sources.foreign_file import Header
+from rollout_service.ingest.sources.folder import FolderSource, Header, allowed_path, safetensors_files
 from rollout_service.ingest.stores import Stores, is_url
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.ignored import IgnoredTensors
@@ -223,7 +222,9 @@ class TrainerWeights:
                 return
             try:
                 if plan.seed is None:
-                    self._advance(plan)
+                    state = self._next(plan)
+                    self._note_pending(state, plan.links)
+                    self._finish(state, plan.links)
                 else:
                     self._begin_from(plan.seed, plan)
                 self._stores.keep_only(folder)
@@ -234,7 +235,8 @@ class TrainerWeights:
     def _plan(self, folder: Path) -> _Plan:
         source = str(folder.parent)
         if not is_delta(folder):
-            return _Plan(source, _version_of(folder), folder, check=self._check_of(folder))
+            version = version_name(folder.name.removeprefix("weight_v"))
+            return _Plan(source, version, folder, check=self._check_of(folder))
         newest = DeltaFolder(folder, self._roots_of(folder))
         if self._is_kept(source, newest.version) and self._state is not None and self._state.stamp == newest.stamp:
             return _Plan(source, newest.version, None, (), newest.stamp)
@@ -250,8 +252,10 @@ class TrainerWeights:
             self._stores.fetch(folder)
             if not folder.is_dir():
                 if _COUNTED.search(base):
+                    state = self._state
+                    kept = "none is kept" if state is None else f"version {state.version} of {state.source} is"
                     raise InvalidDelta(
-                        f"{target} needs version {base}, which is neither kept ({self._kept_version}) nor in {store}: "
+                        f"{target} needs version {base}, which is neither kept ({kept}) nor in {store}: "
                         "publish a whole folder",
                         {"version": newest.version, "missing": base},
                     )
@@ -284,11 +288,6 @@ class TrainerWeights:
         return state is not None and (state.source, state.version) == (source, version)
 
     @property
-    def _kept_version(self) -> str:
-        state = self._state
-        return "none is kept" if state is None else f"version {state.version} of {state.source} is"
-
-    @property
     def _kept(self) -> Path:
         assert self._state is not None
         return self._root / str(self._state.generation)
@@ -313,17 +312,12 @@ class TrainerWeights:
             shutil.copyfile(seed / _CONFIG, self._root / str(state.generation) / _CONFIG)
         self._become(state)
 
-    def _advance(self, plan: _Plan) -> None:
-        """Apply changes to the kept files, one file after the other, so that only one exists twice."""
-        state = self._next(plan)
-        self._note_pending(state, plan.links)
-        self._finish(state, plan.links)
-
     def _note_pending(self, state: _State, links: Sequence[DeltaFolder]) -> None:
         pending = _Pending(state=state, links=tuple(link.folder for link in links))
         replace_synced(self._root / "PENDING", pending.model_dump_json())
 
     def _finish(self, state: _State, links: Sequence[DeltaFolder]) -> None:
+        """Apply changes to the kept files, one file after the other, so that only one exists twice."""
         before = self._kept
         self._write(sorted(before.glob("*.safetensors")), state.generation, links, remove=True)
         if (before / _CONFIG).is_file():
@@ -346,13 +340,8 @@ class TrainerWeights:
 
     def _next(self, plan: _Plan) -> _State:
         generation = 1 if self._state is None else self._state.generation + 1
-        return _State(
-            source=plan.source,
-            version=plan.version,
-            stamp=plan.stamp,
-            generation=generation,
-            boot=_BOOT_ID.read_text(),
-        )
+        boot = _BOOT_ID.read_text()
+        return _State(source=plan.source, version=plan.version, stamp=plan.stamp, generation=generation, boot=boot)
 
     def _become(self, state: _State) -> None:
         replace_synced(self._root / "STATE", state.model_dump_json())
@@ -403,10 +392,6 @@ class TrainerWeights:
 def folder_name(version: str) -> str:
     """Return the name of a version's folder in its store."""
     return f"weight_v{int(version):06d}" if version.isdecimal() else version
-
-
-def _version_of(folder: Path) -> str:
-    return version_name(folder.name.removeprefix("weight_v"))
 
 
 def _unfinished(target: Path) -> Path:

@@ -78,20 +78,111 @@ _SHARED_PATH = re.compile(r"/v1/weights/([^/]+)/shared")
 _PROOF_PATH = re.compile(r"/v1/weights/([^/]+)/listener")
 
 
-class UploadRoutes:
-    """Routes of the listener: ``PUT /v1/weights/{version}/parts/{part}``, ``POST /v1/weights/{version}/shared``, and
-    ``GET /v1/weights/{version}/listener``, which proves the listener's identity.
+def _json_of(body: Body) -> bytes:
+    """Read the whole body. Raises PayloadTooLarge or CutOff."""
+    if body.nbytes > MOST_JSON_BYTES:
+        raise PayloadTooLarge(f"JSON has at most {MOST_JSON_BYTES} bytes here: send fewer tensors at once")
+    memory = bytearray(body.nbytes)
+    body.read_into(memoryview(memory))
+    return bytes(memory)
 
-    Called from threads; raises nothing but ``CutOff``.
+
+class _NoMethod(InvalidRequest):
+    """Raised for a route that exists only for other methods."""
+
+
+def _require_method(method: str, request: Request) -> None:
+    if request.method != method:
+        raise _NoMethod(f"{request.method} {urlsplit(request.target).path}: only {method} is answered here")
+
+
+def require_part(record: UploadRecord, part: int, nbytes: int) -> None:
+    """Raise InvalidRequest or NotFound if there is no such part, PayloadTooLarge or InvalidRequest for another size."""
+    version, is_delta = record.begin.version, record.begin.delta is not None
+    if record.begin.source is not None:
+        raise InvalidRequest(f"version {version} is read from {record.begin.source}: it takes no parts")
+    if not 0 <= part < record.num_parts:
+        raise NotFound(f"version {version} has parts 0 to {record.num_parts - 1}, not {part}")
+    limit = record.slots[part].nbytes
+    if nbytes > limit:
+        raise PayloadTooLarge(
+            f"part {part} of version {version} has {limit} bytes, and {nbytes} are sent: cut the stream as UploadPlan "
+            "says" + ("; a delta that has more is sent as a whole version" if is_delta else ""),
+            {"limit_bytes": limit},
+        )
+    if not nbytes or (nbytes < limit and not is_delta):
+        raise InvalidRequest(
+            f"part {part} of version {version} must have {limit} bytes, not {nbytes}",
+            {"part": part, "expected_bytes": limit, "nbytes": nbytes},
+        )
+
+
+def _require_committed(record: UploadRecord, receipt: PartReceipt) -> None:
+    """Raise VersionConflict if a committed version has other bytes."""
+    committed = record.part_digests[receipt.part]
+    if receipt.digest != committed:
+        raise VersionConflict(
+            f"version {receipt.version} is committed, and its part {receipt.part} hashes to {committed}, not to "
+            f"{receipt.digest}: push a newer version",
+            {"part": receipt.part, "digests": [committed, receipt.digest]},
+        )
+
+
+class UploadServer:
+    """The listener. ``port`` is the port that it is bound to.
+
+    Its routes: ``PUT /v1/weights/{version}/parts/{part}``, ``POST /v1/weights/{version}/shared``, and
+    ``GET /v1/weights/{version}/listener``, which proves the listener's identity.
     """
 
-    def __init__(self, ingest: Ingest, loop: asyncio.AbstractEventLoop) -> None:
-        """``loop``: the ingest's event loop."""
-        self._ingest, self._loop = ingest, loop
-        self._buffers = ThreadBuffers()
+    def __init__(
+        self,
+        ingest: Ingest,
+        host: str,
+        port: int = 0,
+        certificate: tuple[Path, Path] | None = None,
+    ) -> None:
+        """
+        Args:
+            port: 0: any free port.
+            certificate: files with its certificate and key; None: plain HTTP.
 
-    def __call__(self, request: Request) -> Reply:
-        """Answer one request."""
+        Raises OSError if another process has the port, ValueError if the certificate or its key is invalid.
+        """
+        self._ingest, self._buffers = ingest, ThreadBuffers()
+        self.certificate: str | None = None
+        """Its certificate in PEM; None: it uses plain HTTP."""
+        tls: ssl.SSLContext | None = None
+        if certificate is not None:
+            certfile, keyfile = certificate
+            settings = "weights.upload_ssl_certfile and weights.upload_ssl_keyfile"
+            self.certificate = require_certificate(certfile, keyfile, settings)
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(certfile, keyfile)
+        try:
+            self._listener = HTTPListener(host, port, tls)
+        except OSError as error:
+            raise OSError(error.errno, f"weights.upload_host {host}, weights.upload_port {port}: {error}") from error
+        self.host, self.port = host, self._listener.server_address[1]
+
+    def start(self) -> None:
+        """Start serving; the ingest lives in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._listener.start(self._reply)
+        encrypted = "" if self.certificate is None else ", with TLS"
+        logger.info("taking parts on %s, port %d%s", self.host, self.port, encrypted)
+
+    async def stop(self) -> None:
+        """Stop accepting connections, give running uploads a moment to end, and end every thread."""
+        await asyncio.to_thread(self._listener.stop, STOP_S)
+
+    async def check_health(self) -> None:
+        """Raise RuntimeError if the listener has ended."""
+        if not self._listener.is_serving:
+            raise RuntimeError(f"the upload listener on {self.host}, port {self.port}, has stopped")
+
+    def _reply(self, request: Request) -> Reply:
+        """Answer one request. Called in a connection's thread; raises nothing but ``CutOff``."""
         route = f"{request.method} {urlsplit(request.target).path}"
         try:
             answer = self._answer(request)
@@ -123,13 +214,10 @@ class UploadRoutes:
             _require_method("GET", request)
             asked = {name: values[0] for name, values in parse_qs(url.query).items() if name == "nonce"}
             proof = _ProofRoute.model_validate_strings({"version": match[1], **asked})
-            return self._prove(proof.version, proof.nonce)
+            if self._ingest.upload_address is None:
+                raise NotFound("this is not an upload listener")
+            return ListenerProof(proof=self._ingest.upload_address.proof(proof.version, proof.nonce))
         raise NotFound(f"{request.method} {url.path}: there is nothing here but where weights are sent")
-
-    def _prove(self, version: int, nonce: str) -> ListenerProof:
-        if self._ingest.upload_address is None:
-            raise NotFound("this is not an upload listener")
-        return ListenerProof(proof=self._ingest.upload_address.proof(version, nonce))
 
     def _authorize(self, version: int, request: Request) -> None:
         address = self._ingest.upload_address
@@ -218,102 +306,3 @@ class UploadRoutes:
 
     def _in_loop(self, work: Coroutine[object, None, _Result]) -> _Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-def _json_of(body: Body) -> bytes:
-    """Read the whole body. Raises PayloadTooLarge or CutOff."""
-    if body.nbytes > MOST_JSON_BYTES:
-        raise PayloadTooLarge(f"JSON has at most {MOST_JSON_BYTES} bytes here: send fewer tensors at once")
-    memory = bytearray(body.nbytes)
-    body.read_into(memoryview(memory))
-    return bytes(memory)
-
-
-class _NoMethod(InvalidRequest):
-    """Raised for a route that exists only for other methods."""
-
-
-def _require_method(method: str, request: Request) -> None:
-    if request.method != method:
-        raise _NoMethod(f"{request.method} {urlsplit(request.target).path}: only {method} is answered here")
-
-
-def require_part(record: UploadRecord, part: int, nbytes: int) -> None:
-    """Raise InvalidRequest or NotFound if there is no such part, PayloadTooLarge or InvalidRequest for another size."""
-    version, is_delta = record.begin.version, record.begin.delta is not None
-    if record.begin.source is not None:
-        raise InvalidRequest(f"version {version} is read from {record.begin.source}: it takes no parts")
-    if not 0 <= part < record.num_parts:
-        raise NotFound(f"version {version} has parts 0 to {record.num_parts - 1}, not {part}")
-    limit = record.slots[part].nbytes
-    if nbytes > limit:
-        raise PayloadTooLarge(
-            f"part {part} of version {version} has {limit} bytes, and {nbytes} are sent: cut the stream as UploadPlan "
-            "says" + ("; a delta that has more is sent as a whole version" if is_delta else ""),
-            {"limit_bytes": limit},
-        )
-    if not nbytes or (nbytes < limit and not is_delta):
-        raise InvalidRequest(
-            f"part {part} of version {version} must have {limit} bytes, not {nbytes}",
-            {"part": part, "expected_bytes": limit, "nbytes": nbytes},
-        )
-
-
-def _require_committed(record: UploadRecord, receipt: PartReceipt) -> None:
-    """Raise VersionConflict if a committed version has other bytes."""
-    committed = record.part_digests[receipt.part]
-    if receipt.digest != committed:
-        raise VersionConflict(
-            f"version {receipt.version} is committed, and its part {receipt.part} hashes to {committed}, not to "
-            f"{receipt.digest}: push a newer version",
-            {"part": receipt.part, "digests": [committed, receipt.digest]},
-        )
-
-
-class UploadServer:
-    """The listener. ``port`` is the port that it is bound to."""
-
-    def __init__(
-        self,
-        ingest: Ingest,
-        host: str,
-        port: int = 0,
-        certificate: tuple[Path, Path] | None = None,
-    ) -> None:
-        """
-        Args:
-            port: 0: any free port.
-            certificate: files with its certificate and key; None: plain HTTP.
-
-        Raises OSError if another process has the port, ValueError if the certificate or its key is invalid.
-        """
-        self._ingest = ingest
-        self.certificate: str | None = None
-        """Its certificate in PEM; None: it uses plain HTTP."""
-        tls: ssl.SSLContext | None = None
-        if certificate is not None:
-            certfile, keyfile = certificate
-            settings = "weights.upload_ssl_certfile and weights.upload_ssl_keyfile"
-            self.certificate = require_certificate(certfile, keyfile, settings)
-            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            tls.load_cert_chain(certfile, keyfile)
-        try:
-            self._listener = HTTPListener(host, port, tls)
-        except OSError as error:
-            raise OSError(error.errno, f"weights.upload_host {host}, weights.upload_port {port}: {error}") from error
-        self.host, self.port = host, self._listener.server_address[1]
-
-    def start(self) -> None:
-        """Start serving; the ingest lives in the running event loop."""
-        self._listener.start(UploadRoutes(self._ingest, asyncio.get_running_loop()))
-        encrypted = "" if self.certificate is None else ", with TLS"
-        logger.info("taking parts on %s, port %d%s", self.host, self.port, encrypted)
-
-    async def stop(self) -> None:
-        """Stop accepting connections, give running uploads a moment to end, and end every thread."""
-        await asyncio.to_thread(self._listener.stop, STOP_S)
-
-    async def check_health(self) -> None:
-        """Raise RuntimeError if the listener has ended."""
-        if not self._listener.is_serving:
-            raise RuntimeError(f"the upload listener on {self.host}, port {self.port}, has stopped")

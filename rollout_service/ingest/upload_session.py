@@ -4,7 +4,7 @@ tensors come from        parts that a trainer sends (staged_parts.py); a source 
                          (sources/source.py); a broadcast or shared memory, a few at a time
                          (sources/shared_memory.py); or an older version in the log, with changes that come
                          in parts (sources/delta.py)
-they are converted       in the background, in buckets (bucket.py, conversion.py), as soon as a bucket is complete
+they are converted       in the background, in buckets (conversion.py), as soon as a bucket is complete
 states of a session      receiving → closing → committed; or failed; or left: discarded, or resumed by the next
                          process, which finds the parts and the record on disk
 """
@@ -16,12 +16,12 @@ import shutil
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rollout_service.errors import (
     InvalidDelta,
@@ -32,25 +32,22 @@ from rollout_service.errors import (
     UploadIncomplete,
     VersionConflict,
 )
-from rollout_service.ingest.bucket import Bucket, GpuBatch
-from rollout_service.ingest.conversion import Conversion, TiedHead
-from rollout_service.ingest.sources.changes import ReceivedChanges
-from rollout_service.ingest.sources.delta import DeltaOfVersion
+from rollout_service.ingest.conversion import Bucket, Conversion, GpuBatch, TiedHead
+from rollout_service.ingest.resources import Resources
+from rollout_service.ingest.sources.delta import DeltaOfVersion, ReceivedChanges
 from rollout_service.ingest.sources.shared_memory import GPU_BYTES, SharedBatch
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.staged_parts import Incoming, StagedParts, StreamBucket, stream_buckets
-from rollout_service.model.convert import BATCH_BYTES, Converter, Named
-from rollout_service.model.served_model import ServedModel
+from rollout_service.model.convert import BATCH_BYTES, Named
 from rollout_service.protocol.base import NEXT, Failure
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.runtime.threads import io_threads
 from rollout_service.store.durable_io import DISK_FULL, PASSING, no_room, read_thrice, remove_tree
-from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
-from rollout_service.store.staged_file import StagedFile, StagingSpace
+from rollout_service.store.staged_file import StagedFile
 from rollout_service.store.upload_record import JOURNAL, STAGED_FILE, UploadRecord, read_record, write_record
-from rollout_service.store.writer import LogMemory, VersionWriter
+from rollout_service.store.writer import VersionWriter
 
 if TYPE_CHECKING:
     from rollout_service.ingest.batch_plan import BatchPlans
@@ -67,26 +64,6 @@ class Phase(Enum):
     RECEIVING = "parts may come, and replace others"
     CLOSING = "a commit has begun: what is there is what is committed"
     LEFT = "nothing comes in or is converted any more"
-
-
-class Resources(NamedTuple):
-    """The resources that all uploads of one ingest share."""
-
-    model: ServedModel
-    converter: Converter
-    layout: Layout
-    """The layout of every version of the model."""
-    part_bytes: int
-    executor: Executor
-    """Its threads convert tensors."""
-    space: StagingSpace
-    """Storage for received parts."""
-    memory: LogMemory | None = None
-    """Memory of a log in memory."""
-    gpu_executor: Executor | None = None
-    """Its few threads convert tensors that a GPU reads from parts."""
-    plans: "BatchPlans | None" = None
-    """Plans for a GPU that reads parts; None: no GPU does."""
 
 
 class UploadSession:
@@ -117,21 +94,21 @@ class UploadSession:
         """
         self.folder, self._resources, self._delta = folder, resources, delta
         stamp = "" if source is None else source.stamp
+        self._to_come: set[str] = set()
         if isinstance(begin.source, SharedMemorySource):
             stamp = begin.source.transfer
+            self._to_come = {tensor.name for tensor in begin.announced_tensors}
         record = UploadRecord(begin=begin, part_bytes=resources.part_bytes, source_stamp=stamp)
         left = self._left_behind(record)
         self.record = left or record
         model = resources.model
         self._tied = TiedHead(model.head, model.embedding) if model.tied and model.head in model.stored else None
         self._may_miss_tensors = isinstance(begin.source, BroadcastSource)
-        self._to_come: set[str] = set()
         self._batches: dict[int, asyncio.Task[None]] = {}
-        if isinstance(begin.source, SharedMemorySource):
-            self._to_come = {tensor.name for tensor in begin.announced_tensors}
         writer, file = self._laid_out(may_have_parts=left is not None)
         convert = (delta or resources.converter).convert
         self._conversion = Conversion(begin.version, writer, convert, resources.executor)
+        self._plans = None if self._conversion.gpu is None else resources.plans
         self.parts = StagedParts(file, self.record.slots)
         self._buckets: list[StreamBucket] = []
         self._changes: ReceivedChanges | None = None
@@ -159,16 +136,12 @@ class UploadSession:
         """Return the announcement."""
         return self.record.begin
 
-    @property
-    def _parts_folder(self) -> Path:
-        return parts_folder(self.folder)
-
     def _left_behind(self, record: UploadRecord) -> UploadRecord | None:
         """Return the record of the same upload, if an earlier ingest left one; remove all other files.
 
         Raises LogUnreadable, and then removes nothing.
         """
-        folder, parts = self.folder, self._parts_folder
+        folder, parts = self.folder, parts_folder(self.folder)
         try:
             known = read_left_record(parts)
         except (LogCorrupt, OSError) as error:
@@ -188,7 +161,7 @@ class UploadSession:
         ``may_have_parts``: True if an earlier process left a record of this upload. Its parts stay after an error of
         ``PASSING``, and if the disk is full.
         """
-        folder, parts, space = self.folder, self._parts_folder, self._resources.space
+        folder, parts, space = self.folder, parts_folder(self.folder), self._resources.space
         stored_bytes = self._resources.layout.nbytes
         # a delta's size is unknown yet: a part that does not fit is refused later
         part_bytes = self.begin.nbytes if self.begin.delta is None else 0
@@ -209,7 +182,7 @@ class UploadSession:
             if file is not None:
                 file.close()
             shutil.rmtree(folder, ignore_errors=True)
-            self._unmap_removed()
+            self._resources.unmap_removed()
             if not has_parts:
                 shutil.rmtree(parts, ignore_errors=True)
             what = f"version {self.begin.version} ({stored_bytes} bytes as stored, {part_bytes} of parts to come)"
@@ -235,18 +208,13 @@ class UploadSession:
             self._conversion.stop_and_wait()
             self.parts.file.close()
             remove_tree(self.folder)
-            self._unmap_removed()
+            self._resources.unmap_removed()
             raise
 
     @property
     def needs(self) -> int | None:
         """Return the version in the log from which this one is made; None: there is none."""
         return None if self._delta is None else self._delta.base
-
-    @property
-    def transport(self) -> str:
-        """Return the name of the transport, for metrics."""
-        return self.begin.transport
 
     @property
     def received_bytes(self) -> int:
@@ -264,31 +232,15 @@ class UploadSession:
         )
 
     @property
-    def num_parts(self) -> int:
-        """Return the number of parts of the whole upload."""
-        return self.record.num_parts
-
-    @property
-    def missing(self) -> set[int]:
-        """Return the numbers of the parts that have not arrived."""
-        return self.parts.missing
-
-    @property
-    def digests(self) -> dict[int, str]:
-        """Return the digests of the received parts."""
-        return self.parts.digests
-
-    @property
     def failure(self) -> RolloutServiceError | None:
         """Return the known error because of which this version cannot be committed; see ``Conversion.failure``."""
         return self._conversion.failure
 
     def complete_record(self) -> UploadRecord:
         """Return the record of the upload, once every part is there."""
-        digests = self.digests
         return self.record.model_copy(
             update={
-                "part_digests": tuple(digests[part] for part in range(self.num_parts)),
+                "part_digests": tuple(self.parts.digests[part] for part in range(self.record.num_parts)),
                 "delta_bytes": None if self._delta is None else self.parts.nbytes,
             }
         )
@@ -309,7 +261,7 @@ class UploadSession:
             await other.ended.wait()
         self._require_owner(part, uploader)
         self.touched_at = time.monotonic()
-        known = self.digests.get(part)
+        known = self.parts.digests.get(part)
         if known == digest:
             return None
         if known is not None and self._phase is not Phase.RECEIVING:
@@ -335,13 +287,21 @@ class UploadSession:
         """
         try:
             self._require_owner(incoming.part, uploader)
-            self._take_in(incoming, digest)
+            part = incoming.part
+            names = [] if self._changes is None else self._changes.add(part, incoming.nbytes)
+            self.parts.add(incoming, digest)
+            self._received_at = time.monotonic()
+            if self._changes is None:
+                self._begin_complete(self._keys_of(part))
+            else:
+                self._begin_delta(part, names)
         finally:
             self.parts.end(incoming)
 
     def _require_owner(self, part: int, uploader: str) -> None:
-        """Raise VersionConflict for a part of an older push: the last announcement of a version owns it."""
-        self._require_there(part)
+        """Raise NotFound once discarded, VersionConflict for a part of an older push: the last announcement owns it."""
+        if self._phase is Phase.LEFT:
+            raise NotFound(f"version {self.begin.version} was discarded before part {part} was complete: begin anew")
         owner = self.begin.uploader
         if owner and uploader and uploader != owner:
             raise VersionConflict(
@@ -349,20 +309,6 @@ class UploadSession:
                 f"version, such as {NEXT!r}",
                 {"version": self.begin.version},
             )
-
-    def _require_there(self, part: int) -> None:
-        if self._phase is Phase.LEFT:
-            raise NotFound(f"version {self.begin.version} was discarded before part {part} was complete: begin anew")
-
-    def _take_in(self, incoming: Incoming, digest: str) -> None:
-        part = incoming.part
-        names = [] if self._changes is None else self._changes.add(part, incoming.nbytes)
-        self.parts.add(incoming, digest)
-        self._received_at = time.monotonic()
-        if self._changes is None:
-            self._begin_complete(self._keys_of(part))
-        else:
-            self._begin_delta(part, names)
 
     def _keys_of(self, part: int) -> Sequence[int]:
         """Return the keys of the conversions that read a part: the numbers of buckets, or that of a delta's part."""
@@ -374,21 +320,17 @@ class UploadSession:
 
     def _begin_complete(self, numbers: Iterable[int]) -> None:
         """Convert those of the buckets whose parts are all there."""
-        resources, gpu = self._resources, self._conversion.gpu
+        gpu, plans = self._conversion.gpu, self._plans
         for number in numbers:
             bucket = self._buckets[number]
-            if not self.missing.isdisjoint(bucket.parts):
+            if not self.parts.missing.isdisjoint(bucket.parts):
                 continue
             work = Bucket([tensor.name for tensor in bucket.tensors], partial(bucket.read, self.parts.file))
             # larger tensors would take too much of the GPU's memory if copied whole
-            if (
-                gpu is not None
-                and resources.plans is not None
-                and 0 < bucket.nbytes <= GPU_BYTES
-                and (self.parts.file.is_registered(bucket.offset, bucket.nbytes))
-            ):
-                batch = GpuBatch(bucket.tensors, partial(bucket.copied, self.parts.file, gpu), resources.plans)
-                work = work._replace(batch=batch, executor=resources.gpu_executor, in_turns=True)
+            fits = 0 < bucket.nbytes <= GPU_BYTES
+            if gpu and plans and fits and self.parts.file.is_registered(bucket.offset, bucket.nbytes):
+                batch = GpuBatch(bucket.tensors, partial(bucket.copied, self.parts.file, gpu), plans)
+                work = work._replace(batch=batch, executor=self._resources.gpu_executor, in_turns=True)
             self._conversion.begin(work, number)
 
     def _begin_delta(self, part: int, names: list[str]) -> None:
@@ -403,13 +345,13 @@ class UploadSession:
 
         Raises NotFound if the version was discarded meanwhile.
         """
-        self._require_receiving()
+        if self._phase is not Phase.RECEIVING:
+            raise self._dropped()
         self.touched_at = self._received_at = time.monotonic()
         return self._conversion.begin(bucket)
 
-    def _require_receiving(self) -> None:
-        if self._phase is not Phase.RECEIVING:
-            raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew")
+    def _dropped(self) -> NotFound:
+        return NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew")
 
     async def convert_shared(self, number: int, batch: SharedBatch, plans: "BatchPlans | None" = None) -> None:
         """Convert a batch of tensors in a trainer's memory. Return once they are no longer read.
@@ -430,7 +372,7 @@ class UploadSession:
         try:
             await asyncio.gather(*map(asyncio.wrap_future, converting))
         except asyncio.CancelledError:
-            raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew") from None
+            raise self._dropped() from None
         self._to_come.difference_update(*(bucket.names for bucket in buckets))
         self._received_at = time.monotonic()
 
@@ -441,18 +383,18 @@ class UploadSession:
     def renumber(self, version: int, folder: Path) -> None:
         """Change the version number, before the session is finished. Raises OSError, and then keeps the old number."""
         record = self.record.model_copy(update={"begin": self.begin.model_copy(update={"version": version})})
-        write_record(self._parts_folder, record)
+        write_record(parts_folder(self.folder), record)
         for path in (folder, parts_folder(folder)):  # such folders are left over: Uploads knows no version there
             remove_tree(path)
         self.folder.rename(folder)
-        self._parts_folder.rename(parts_folder(folder))
+        parts_folder(self.folder).rename(parts_folder(folder))
         self.record, self.folder = record, folder
-        self._conversion.renumber(version)
+        self._conversion.version = version
 
     def rename(self, **changes: str | None) -> None:
         """Change the ``uploader`` that owns the upload, or the trainer's ``label``. Raises OSError."""
         record = self.record.model_copy(update={"begin": self.begin.model_copy(update=changes)})
-        write_record(self._parts_folder, record)
+        write_record(parts_folder(self.folder), record)
         self.record = record
 
     async def finish(self, meant: str | None = None) -> tuple[StoredTensor, ...]:
@@ -461,9 +403,9 @@ class UploadSession:
         Raises UploadIncomplete, VersionConflict if ``meant`` is not the upload's digest, or the error of the first
         failed conversion.
         """
-        if missing := sorted(self.missing):
+        if missing := sorted(self.parts.missing):
             raise self.failure or UploadIncomplete(
-                f"version {self.begin.version} lacks {len(missing)} of {self.num_parts} parts",
+                f"version {self.begin.version} lacks {len(missing)} of {self.record.num_parts} parts",
                 {"missing_parts": missing[:1000]},
             )
         if self._may_miss_tensors:
@@ -476,16 +418,6 @@ class UploadSession:
                 f"{', '.join(sorted(self._to_come)[:4])}",
                 {"missing_tensors": sorted(self._to_come)[:1000]},
             )
-        self._require_meant(meant)
-        if self._phase is Phase.RECEIVING:
-            self._phase = Phase.CLOSING
-        check = None if self._delta is None else self._delta.require_announced
-        stored = await self._conversion.finish(tied=self._tied, check=check)
-        self._stored_at = time.monotonic()
-        return stored
-
-    def _require_meant(self, meant: str | None) -> None:
-        """Raise VersionConflict if the commit expects other parts."""
         present = self.complete_record().upload_digest
         if meant is not None and meant != present:
             raise VersionConflict(
@@ -493,14 +425,20 @@ class UploadSession:
                 f"{meant} of this commit; nothing was committed",
                 {"version": self.begin.version, "digests": [present, meant]},
             )
+        if self._phase is Phase.RECEIVING:
+            self._phase = Phase.CLOSING
+        check = None if self._delta is None else self._delta.require_announced
+        stored = await self._conversion.finish(tied=self._tied, check=check)
+        self._stored_at = time.monotonic()
+        return stored
 
     def committed(self) -> None:
         """Remove the trainer's bytes after the version was committed."""
         self.in_log = True
-        if self.num_parts:
+        if self.record.num_parts:
             logger.info(
                 "version %d: %d parts of %.1f MB in all received in %.2f s, converted and stored %.2f s after the last",
-                self.begin.version, self.num_parts, self.parts.nbytes / 1e6, self._received_at - self._begun_at,
+                self.begin.version, self.record.num_parts, self.parts.nbytes / 1e6, self._received_at - self._begun_at,
                 self._stored_at - self._received_at,
             )  # fmt: skip
         self._close_delta()
@@ -515,25 +453,24 @@ class UploadSession:
             delta_of=self.needs,
             state="staged",
             total_bytes=self.begin.nbytes,
-            missing_parts=tuple(sorted(self.missing)),
+            missing_parts=tuple(sorted(self.parts.missing)),
             error=None if failure is None else Failure(type=type(failure).__name__, message=failure.message),
         )
 
-    async def leave(self) -> None:
-        """Stop converting, and leave the parts for the next process."""
-        self._phase = Phase.LEFT
-        await self._conversion.stop()
-        self._close_delta()
-
     async def close(self) -> None:
-        """Do the same, and close the file of the parts."""
-        await self.leave()
+        """Stop converting and close the file of the parts, which stay for the next process."""
+        await self._leave()
         self.parts.file.close()
 
     async def discard(self) -> None:
         """Stop converting and remove the files."""
-        await self.leave()
+        await self._leave()
         await asyncio.to_thread(self._remove_files)
+
+    async def _leave(self) -> None:
+        self._phase = Phase.LEFT
+        await self._conversion.stop()
+        self._close_delta()
 
     def _close_delta(self) -> None:
         if self._delta is not None:
@@ -543,29 +480,21 @@ class UploadSession:
         remove_tree(self.folder)
         # a sender that still writes into the file must not write into the next upload
         self._resources.space.release(self.parts.file, keep=not self.parts.is_receiving)
-        remove_tree(self._parts_folder)
-        self._unmap_removed()
-
-    def _unmap_removed(self) -> None:
-        """Unmap removed files, whose memory is otherwise not freed."""
-        if self._resources.memory is not None:
-            self._resources.memory.mapped.prune()
+        remove_tree(parts_folder(self.folder))
+        self._resources.unmap_removed()
 
 
 def reading_order(source: WeightSource, threads: int) -> list[list[str]]:
-    """Return the batches of a source in the order in which threads take them: large tensors first, then ``spread``.
+    """Return the batches of a source in the order in which threads take them.
 
-    A thread that began an embedding last would work alone.
+    Large tensors come first: a thread that began an embedding last would work alone. The other batches are spread, such
+    that threads that take one after the other work in different files.
     """
     sizes = {tensor.name: tensor.nbytes for tensor in source.table}
-    batches = spread(list(source.batches(BATCH_BYTES)), threads)
-    return sorted(batches, key=lambda names: max(BATCH_BYTES, sum(sizes[name] for name in names)), reverse=True)
-
-
-def spread(batches: list[list[str]], threads: int) -> list[list[str]]:
-    """Order batches such that threads that take one after the other work in different files."""
+    batches = list(source.batches(BATCH_BYTES))
     apart = -(-len(batches) // threads)
-    return [batches[i] for first in range(apart) for i in range(first, len(batches), apart)]
+    spread = [batches[i] for first in range(apart) for i in range(first, len(batches), apart)]
+    return sorted(spread, key=lambda names: max(BATCH_BYTES, sum(sizes[name] for name in names)), reverse=True)
 
 
 def parts_folder(folder: Path) -> Path:

@@ -15,40 +15,46 @@ from rollout_service.errors import (
     LogUnreadable,
     NotFound,
     RolloutServiceError,
+    TableUnknown,
     VersionConflict,
 )
-from rollout_service.ingest.same_upload import require_same
-from rollout_service.ingest.session_builder import SessionBuilder
+from rollout_service.ingest.own_log import VersionNumbers, require_same_upload
+from rollout_service.ingest.resources import Resources
+from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.folder import allowed_path
 from rollout_service.ingest.sources.shared_memory import GpuMemory, MappedMemory, SharedBatch, TrainerMemory
 from rollout_service.ingest.sources.source import WeightSource
+from rollout_service.ingest.trainer_weights import TrainerWeights
 from rollout_service.ingest.upload_session import UploadSession, parts_folder, read_left_record
-from rollout_service.ingest.version_numbers import VersionNumbers
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import NEXT
 from rollout_service.protocol.upload import (
     Announcement,
+    AnyAnnouncement,
     BeginUpload,
     BroadcastSource,
     PathSource,
     SharedMemorySource,
     SharedTensors,
     UploadPlan,
+    UploadTensor,
 )
 from rollout_service.store.durable_io import PASSING, remove_tree
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Recipe
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
-from rollout_service.store.writer import LogMemory
 
 logger = logging.getLogger(__name__)
 _GRACE = 0.25
 """Share of ``weights.staged_ttl_s`` after the ingest's start in which nothing expires."""
 _MOST_DROPPED = 100
 """Number of versions whose reason for being dropped is remembered."""
+MOST_TABLES = 4
+"""Maximum number of kept tables; the least recently used one is dropped. A model has few: one as the trainer holds it,
+and one of a trainer that sends quantized tensors."""
 
 
 class Uploads:
@@ -62,28 +68,27 @@ class Uploads:
         plan: QuantPlan,
         converter: Converter,
         recipe: Recipe,
-        labels: VersionLabels | None = None,
+        labels: VersionLabels,
     ) -> None:
         """
         Args:
             recipe: the recipe that the converter follows, as stored in versions.
             labels: the log's labels, for messages.
         """
-        self.numbers = VersionNumbers(log, labels or VersionLabels(log))
-        self._config, self._log = config, log
-        self._builder = SessionBuilder(config, log, model, plan, converter, recipe)
-        self._trainer_memory = TrainerMemory(self._builder.registered, self._builder.gpu_executor)
-        self.trainer_weights = self._builder.trainer_weights
-        self.open, self.prepare_memory = self._builder.open, self._builder.prepare_memory
+        self.numbers = VersionNumbers(log, labels)
+        self._config, self._log, self._model, self._plan, self._recipe = config, log, model, plan, recipe
+        self.resources = Resources(config, log, model, converter)
+        registered = self.resources.registered
+        self._trainer_memory = TrainerMemory(registered, self.resources.gpu_executor)
+        kept = config.trainer_root or log.root / "trainer"
+        self.trainer_weights = TrainerWeights(
+            kept, model.path, config.source_roots, config.source_urls, model.ignored, registered
+        )
+        self.tables = AnnouncedTables()
         self._staged: dict[int, UploadSession] = {}
         self._committed: dict[int, UploadRecord] = {}
         self._dropped: dict[int, str] = {}
         self._started_at = time.monotonic()
-
-    @property
-    def memory(self) -> LogMemory | None:
-        """See ``SessionBuilder.memory``."""
-        return self._builder.memory
 
     @property
     def staged_versions(self) -> list[int]:
@@ -146,20 +151,20 @@ class Uploads:
 
         Raises VersionConflict, TableUnknown, InvalidRequest, InvalidManifest, NotFound, and others.
         """
-        begin = self._numbered(self._builder.tables.in_full(announced))
+        begin = self._numbered(self.tables.in_full(announced))
         if isinstance(begin.source, SharedMemorySource):
             # before anything is dropped, so that a refused call has no effect
             await asyncio.to_thread(self._trainer_memory.open, begin.source)
         known = await self.committed(begin.version)
         if known is not None:
             stamp = await asyncio.to_thread(self._stamp_of, begin) if known.begin.describes_what(begin) else None
-            require_same(known, begin, stamp, self._log.head())
+            require_same_upload(known, begin, stamp, self._log.head())
             plan = self._plan_of(known)
         else:
             self.numbers.require_newer(begin.version)
             staged = await self._take_over(begin) or await self._stage_announced(begin)
             plan = self._plan_of(staged.record, staged)
-        return plan.model_copy(update={"table": self._builder.tables.name_for(begin)})
+        return plan.model_copy(update={"table": self.tables.name_of(begin.announced_tensors)})
 
     async def _take_over(self, begin: BeginUpload) -> UploadSession | None:
         """Return the unfinished upload of the same content, which now is that of this announcement; None: there is
@@ -286,7 +291,7 @@ class Uploads:
         if before is not None:
             await before.discard()
         try:
-            self._staged[begin.version] = await asyncio.to_thread(self._builder.build, begin, source)
+            self._staged[begin.version] = await asyncio.to_thread(self._built, begin, source)
         except OSError as error:
             what = f"version {begin.version} cannot be staged in {uploads_folder(self._log.root)}: {error}"
             if error.errno in PASSING:
@@ -294,6 +299,26 @@ class Uploads:
             raise RolloutServiceError(what) from error
         self._dropped.pop(begin.version, None)
         return self._staged[begin.version]
+
+    def _built(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
+        table = begin.announced_tensors if source is None else source.table
+        if source is not None:
+            self._model.check_table(table, self._plan)
+        elif not isinstance(begin.source, BroadcastSource) and self.tables.name_of(table) is None:
+            self._model.check_table(table, self._plan)
+            if left_out := self._model.ignored.summary(tensor.name for tensor in table):
+                logger.info("version %d: %s", begin.version, left_out)
+            self.tables.keep(table)
+        memory, delta = self.resources.memory, None
+        if begin.delta is not None:
+            mapped = None if memory is None else memory.mapped
+            delta = DeltaOfVersion(self._log, begin, self._recipe, self.resources.converter, mapped)
+        try:
+            return UploadSession(begin, self._log.staging(begin.version), self.resources, source, delta)
+        except BaseException:
+            if delta is not None:
+                delta.close()
+            raise
 
     async def discard(self, version: int) -> None:
         """Drop a staged version. Raises NotFound."""
@@ -346,13 +371,13 @@ class Uploads:
         memory = self._trainer_memory.opened(source)
         if memory is None:
             memory = await asyncio.to_thread(self._opened, source)
-        plans = self._builder.plans if isinstance(memory, GpuMemory) else None
+        plans = self.resources.plans if isinstance(memory, GpuMemory) else None
         await staged.convert_shared(batch.batch, SharedBatch(staged.begin.announced_tensors, batch, memory), plans)
 
     def _opened(self, source: SharedMemorySource) -> MappedMemory:
         memory = self._trainer_memory.open(source)
         if isinstance(memory, GpuMemory):
-            _ = self._builder.plans  # import in this thread: it takes a second
+            _ = self.resources.plans  # import in this thread: it takes a second
         return memory
 
     async def expire(self) -> None:
@@ -370,19 +395,30 @@ class Uploads:
                 self._note_dropped(
                     version,
                     f"nothing came for {now - staged.touched_at:.0f} s "
-                    f"(weights.staged_ttl_s={self._config.staged_ttl_s:g}); it lacked {len(staged.missing)} of "
-                    f"{staged.num_parts} parts",
+                    f"(weights.staged_ttl_s={self._config.staged_ttl_s:g}); it lacked {len(staged.parts.missing)} of "
+                    f"{staged.record.num_parts} parts",
                 )
 
     async def close(self) -> None:
         """Stop converting and close every file; staged versions stay on disk for the next ingest."""
         for staged in self._staged.values():
             await staged.close()
-        self._builder.close()
+        self.resources.close()
         self._trainer_memory.close()
 
     async def _stage_announced(self, begin: BeginUpload) -> UploadSession:
-        return await self.stage(begin, await asyncio.to_thread(self._builder.source_of, begin))
+        return await self.stage(begin, await asyncio.to_thread(self.source_of, begin))
+
+    def source_of(self, begin: BeginUpload) -> WeightSource | None:
+        """Return a reader of the announced source; None: the tensors come in parts."""
+        if isinstance(begin.source, BroadcastSource):
+            raise InvalidRequest(
+                "what a trainer broadcasts cannot be read again, and is begun by POST /start_weight_update: give a "
+                "path or tensors"
+            )
+        if begin.source is None or isinstance(begin.source, SharedMemorySource):
+            return None
+        return self.trainer_weights.source_of(allowed_path(begin.source.path, self._config.source_roots))
 
     async def _recover(self, parts: Path) -> None:
         number = parts.name.removesuffix(".parts")
@@ -404,12 +440,17 @@ class Uploads:
             await asyncio.to_thread(remove_tree, parts)
         else:
             logger.info(
-                "version %d is staged still, and lacks %d of %d parts", version, len(staged.missing), staged.num_parts
+                "version %d is staged still, and lacks %d of %d parts",
+                version,
+                len(staged.parts.missing),
+                staged.record.num_parts,
             )
 
     def _stamp_of(self, begin: BeginUpload) -> str | None:
         """Return the present stamp of an announced path; None: of another source."""
-        return source_stamp(self._builder.folder_of(begin.source)) if isinstance(begin.source, PathSource) else None
+        if not isinstance(begin.source, PathSource):
+            return None
+        return source_stamp(allowed_path(begin.source.path, self._config.source_roots))
 
     def _plan_of(self, record: UploadRecord, staged: UploadSession | None = None) -> UploadPlan:
         """Return the reply to ``begin``; ``staged``: None if it is committed."""
@@ -418,7 +459,45 @@ class Uploads:
             state="committed" if staged is None else "staged",
             part_bytes=record.part_bytes,
             num_parts=record.num_parts,
-            missing_parts=() if staged is None else tuple(sorted(staged.missing)),
-            digests=dict(enumerate(record.part_digests)) if staged is None else dict(staged.digests),
+            missing_parts=() if staged is None else tuple(sorted(staged.parts.missing)),
+            digests=dict(enumerate(record.part_digests)) if staged is None else dict(staged.parts.digests),
             upload_digest=record.upload_digest if isinstance(record.begin.source, PathSource) else None,
         )
+
+
+class AnnouncedTables:
+    """Tables of tensors that trainers have announced, all of which fit the model. Not kept over a restart.
+
+    A trainer pushes the same tensors at every step. Parsing the 19 000-tensor table of a 30B-A3B and comparing it with
+    the model takes a third of a second; looking up a name takes no time.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, tuple[UploadTensor, ...]] = {}
+        """Ordered from the least to the most recently used."""
+
+    def in_full(self, announced: AnyAnnouncement) -> AnyAnnouncement:
+        """Return the announcement with its tensors, if it refers to a table by name. Raises TableUnknown."""
+        if announced.table is None:
+            return announced
+        table = self._by_name.pop(announced.table, None)
+        if table is None:
+            raise TableUnknown(
+                f"table {announced.table} is not one of the {len(self._by_name)} that are kept here: announce version "
+                f"{announced.version} with its tensors",
+                {"table": announced.table},
+            )
+        self._by_name[announced.table] = table
+        return announced.with_table(table)
+
+    def keep(self, table: tuple[UploadTensor, ...]) -> None:
+        """Keep a table that fits the model; drop the least recently used one if there are too many."""
+        if self.name_of(table) is None:
+            for name in list(self._by_name)[: 1 - MOST_TABLES]:
+                del self._by_name[name]
+            self._by_name[uuid.uuid4().hex] = table
+
+    def name_of(self, table: tuple[UploadTensor, ...]) -> str | None:
+        """Return the name of a table; None if it is empty or not kept."""
+        # for a table that was announced by name this is the same object, so comparing takes no time
+        return next((name for name, known in self._by_name.items() if known == table), None) if table else None

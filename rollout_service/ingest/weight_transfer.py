@@ -43,7 +43,7 @@ from rollout_service.errors import (
     RolloutServiceError,
     WeightTransferFailed,
 )
-from rollout_service.ingest.bucket import Bucket
+from rollout_service.ingest.conversion import Bucket
 from rollout_service.ingest.receiver.receiver import RING_BYTES, Read, Receiver, backend_here
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.protocol.ignored import IgnoredTensors
@@ -60,7 +60,6 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.web.errors import validation_error
 
 logger = logging.getLogger(__name__)
-_JOIN_FIRST = "no trainer's group is joined: POST /init_weight_transfer_engine first"
 _Result = TypeVar("_Result")
 
 
@@ -93,11 +92,6 @@ class Update:
         self.failure: RolloutServiceError | None = None
         """Error because of which it cannot be finished."""
         self.finishing: asyncio.Task[WeightStatus] | None = None
-
-    @property
-    def open(self) -> bool:
-        """Return True if it can still be added to, or finished."""
-        return self.finishing is None
 
     @property
     def committing(self) -> bool:
@@ -176,7 +170,7 @@ class WeightTransfer:
             return "joining"
         if group.receiving:
             return "receiving"
-        return "started" if update is not None and update.open else "joined"
+        return "started" if update is not None and update.finishing is None else "joined"
 
     async def init(self, init: TransferInit) -> None:
         """Join a trainer's group, and return once it is complete.
@@ -197,7 +191,8 @@ class WeightTransfer:
         try:
             await asyncio.shield(group.joining)
         except WeightTransferFailed as error:
-            self._group_failed(group, error)
+            if self._group is group:
+                self._group, self._error = None, error.message
             raise
 
     async def _is_repeat(self, init: TransferInit) -> bool:
@@ -220,10 +215,10 @@ class WeightTransfer:
                 )
             if group.receiving:
                 raise WeightTransferFailed("tensors of the update before are being received: wait until they are")
-            if update is not None and update.open:
+            if update is not None and update.finishing is None:
                 if not update.announced and update.failure is None:
                     return
-                await self._drop(update)
+                await self._versions.drop_broadcast(update.staged)
             # while no update was finished, an empty announcement can only mean the tables of a failed one
             failed = update.tables if update is not None and update.group is group else ()
             self._update = Update(await self._versions.begin_broadcast(), group, group.finished_tables or failed)
@@ -241,7 +236,7 @@ class WeightTransfer:
         announcement = await self._tensors(announced)
         async with self._turn:
             group = self._joined_group()
-            update = self._update if self._update is not None and self._update.open else None
+            update = self._update if self._update is not None and self._update.finishing is None else None
             is_repeat = not announcement.names
             try:
                 tensors = _repeated(group, update, announcement) if is_repeat else announcement
@@ -249,7 +244,9 @@ class WeightTransfer:
                 await self._leave_group(error.message)
                 raise
             last = group.last
-            if last is None or not self._is_same(last, update, tensors):
+            # a request that repeats the last one: no tensor comes twice in one update
+            is_same = last is not None and (last.update, last.tensors) == (update, tensors)
+            if last is None or not is_same or (update is None and last.task.done()):
                 if group.receiving:
                     raise WeightTransferFailed("tensors of another POST /update_weights are being received")
                 if update is not None:
@@ -258,17 +255,15 @@ class WeightTransfer:
                 group.last, group.used = last, True
         await asyncio.shield(last.task)
 
-    @staticmethod
-    def _is_same(last: Reception, update: Update | None, tensors: TensorsToCome) -> bool:
-        """Return True if the request repeats the last one: no tensor comes twice in one update."""
-        return (last.update, last.tensors) == (update, tensors) and (update is not None or not last.task.done())
-
     async def _tensors(self, announced: object) -> TensorsToCome:
         if isinstance(announced, list) and len(announced) == 1:
             (announced,) = announced
         try:
             tensors: TensorsToCome = fail_fast_validator(TensorsToCome).validate_python(announced)
-            if (largest := max(self._sizes(tensors), default=0)) <= self._versions.largest_tensor_bytes:
+            ignored = self._versions.ignored  # those that fit into the receiver's memory may have any size
+            named = zip(tensors.names, tensors.sizes, strict=True)
+            largest = max((size for name, size in named if size > RING_BYTES or name not in ignored), default=0)
+            if largest <= self._versions.largest_tensor_bytes:
                 return tensors
             refused: RolloutServiceError = InvalidRequest(
                 f"POST /update_weights announces a tensor of {largest} bytes, and none of the served model's has more "
@@ -280,15 +275,6 @@ class WeightTransfer:
         async with self._turn:  # leave the group: a trainer that broadcasts nevertheless must not wait forever
             await self._leave_group(refused.message)
         raise refused
-
-    def _sizes(self, tensors: TensorsToCome) -> list[int]:
-        """Return the size in bytes of each tensor, except ignored ones that fit into the receiver's memory."""
-        ignored = self._versions.ignored
-        return [
-            nbytes
-            for name, nbytes in zip(tensors.names, tensors.sizes, strict=True)
-            if nbytes > RING_BYTES or name not in ignored
-        ]
 
     async def _receive(self, group: Group, update: Update | None, tensors: TensorsToCome) -> None:
         try:
@@ -303,8 +289,8 @@ class WeightTransfer:
             self._error = error.message
             if update is not None:
                 await self._lose(update, error)
-            if not group.receiver.alive:
-                self._group_failed(group, error)
+            if not group.receiver.alive and self._group is group:
+                self._group = None
             raise
         failure = update.failure or update.staged.failure
         if failure is not None:
@@ -315,7 +301,7 @@ class WeightTransfer:
     async def _lose(self, update: Update, why: RolloutServiceError) -> None:
         """Mark the update as failed and drop it: its trainer may never return, and its number becomes free at once."""
         update.failure = update.failure or why
-        await self._drop(update)
+        await self._versions.drop_broadcast(update.staged)
 
     def _announce(self, update: Update, tensors: TensorsToCome) -> None:
         """Record the announced tensors. If they do not fit the model, the update fails, but its tensors are
@@ -347,9 +333,10 @@ class WeightTransfer:
                 raise WeightTransferFailed("no weight update was started: POST /start_weight_update first")
             if self._group is not None and self._group.receiving:
                 raise WeightTransferFailed("the update's tensors are still being received: finish it when they are")
-            if update.finishing is None or _timed_out(update.finishing):
-                update.finishing = _task(self._finish(update, label))
             finishing = update.finishing
+            done = finishing is not None and finishing.done() and not finishing.cancelled()
+            if finishing is None or (done and isinstance(finishing.exception(), CommitTimeout)):
+                finishing = update.finishing = _task(self._finish(update, label))
         return await asyncio.shield(finishing)
 
     async def _finish(self, update: Update, label: str | None) -> WeightStatus:
@@ -363,7 +350,7 @@ class WeightTransfer:
         except CommitTimeout:
             raise  # it is committed, and replicas keep trying
         except RolloutServiceError as error:
-            await self._drop(update)
+            await self._versions.drop_broadcast(update.staged)
             self._error = error.message
             if error.http_status < 500 or isinstance(error, InsufficientStorage):
                 raise
@@ -372,12 +359,10 @@ class WeightTransfer:
     async def shutdown(self) -> None:
         """Leave the group, and drop an unfinished update."""
         async with self._turn:
-            group, self._group = self._group, None
+            group = self._group
             if group is not None and group.joined and not group.receiving:
                 await group.receiver.leave()
-            elif group is not None:
-                await group.receiver.kill("the transfer was shut down")
-            await self._drop_open("the transfer was shut down")
+            await self._leave_group("the transfer was shut down")
 
     async def stop(self) -> None:
         """Kill the receiver, because the ingest ends."""
@@ -388,7 +373,7 @@ class WeightTransfer:
     def _joined_group(self) -> Group:
         if self._group is None:
             why = "" if self._error is None else f" (the last one failed: {self._error})"
-            raise WeightTransferFailed(_JOIN_FIRST + why)
+            raise WeightTransferFailed(f"no trainer's group is joined: POST /init_weight_transfer_engine first{why}")
         if not self._group.joined:
             raise WeightTransferFailed("the trainer's group is being joined still: wait for its answer")
         return self._group
@@ -397,21 +382,9 @@ class WeightTransfer:
         group, self._group = self._group, None
         if group is not None:
             await group.receiver.kill(why)
-        await self._drop_open(why)
-
-    async def _drop_open(self, why: str) -> None:
         update = self._update
-        if update is not None and update.open:
-            update.failure = update.failure or self._failed(f"the weight update was given up: {why}")
-            await self._drop(update)
-
-    async def _drop(self, update: Update) -> None:
-        await self._versions.drop_broadcast(update.staged)
-
-    def _group_failed(self, group: Group, error: WeightTransferFailed) -> None:
-        if self._group is group:
-            self._group = None
-            self._error = error.message
+        if update is not None and update.finishing is None:
+            await self._lose(update, update.failure or self._failed(f"the weight update was given up: {why}"))
 
     def _failed(self, why: str) -> WeightTransferFailed:
         self._error = why
@@ -455,7 +428,3 @@ def _task(work: Coroutine[object, None, _Result]) -> asyncio.Task[_Result]:
     task = asyncio.create_task(work)
     task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
     return task
-
-
-def _timed_out(task: asyncio.Task[WeightStatus]) -> bool:
-    return task.done() and not task.cancelled() and isinstance(task.exception(), CommitTimeout)

@@ -38,8 +38,14 @@ def masked_amax(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def unfit_layers(errors: Mapping[str, LayerError]) -> dict[str, str]:
     """Return layer → reasons why FP8 is not accurate enough for its k and v; empty if it is for all layers."""
-    found = {layer: _reasons(error) for layer, error in errors.items()}
-    return {layer: "; ".join(reasons) for layer, reasons in found.items() if reasons}
+    unfit = {}
+    for layer, error in errors.items():
+        values = {measured: getattr(error, measured) for measured in LIMITS}
+        # NaN is above every limit
+        wrong = [measured for measured, value in values.items() if not value <= LIMITS[measured]]
+        if wrong:
+            unfit[layer] = "; ".join(f"{each} {values[each]:.3g} is above {LIMITS[each]:g}" for each in wrong)
+    return unfit
 
 
 def why_unfit(unfit: Mapping[str, str], num_layers: int) -> str:
@@ -51,19 +57,15 @@ def why_unfit(unfit: Mapping[str, str], num_layers: int) -> str:
 
 def worst_errors(ranks: Sequence[KVMeasurement]) -> dict[str, LayerError]:
     """Return layer → the maximum over ranks of each error; NaN if it is NaN for any rank."""
-    return {layer: _worst([rank.errors[layer] for rank in ranks]) for layer in ranks[0].errors}
-
-
-def _reasons(error: LayerError) -> list[str]:
-    values = {measured: getattr(error, measured) for measured in LIMITS}
-    # NaN is above every limit
-    wrong = [measured for measured, value in values.items() if not value <= LIMITS[measured]]
-    return [f"{measured} {values[measured]:.3g} is above {LIMITS[measured]:g}" for measured in wrong]
-
-
-def _worst(errors: Sequence[LayerError]) -> LayerError:
-    found = {name: float(np.max([getattr(error, name) for error in errors])) for name in LayerError.model_fields}
-    return LayerError(**found)
+    return {
+        layer: LayerError(
+            **{
+                name: float(np.max([getattr(rank.errors[layer], name) for rank in ranks]))
+                for name in LayerError.model_fields
+            }
+        )
+        for layer in ranks[0].errors
+    }
 
 
 class ErrorSums:

@@ -208,19 +208,14 @@ def _observing_attention(original: AttentionFunction | None, see: Callable[..., 
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         see(module, query, key, value, scaling)
-        attend = original or _eager_function(module)
+        attend = original or eager_attention(module)
+        if attend is None:
+            raise InvalidRequest(
+                f"{type(module).__name__} has no eager attention: load the model with attn_implementation='sdpa'"
+            )
         return attend(module, query, key, value, *args, scaling=scaling, **kwargs)
 
     return observed
-
-
-def _eager_function(module: torch.nn.Module) -> AttentionFunction:
-    function = eager_attention(module)
-    if function is None:
-        raise InvalidRequest(
-            f"{type(module).__name__} has no eager attention: load the model with attn_implementation='sdpa'"
-        )
-    return function
 
 
 def _unmasked(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ attention layers alone, and read back afterwards. They follow a version regardle
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
@@ -36,27 +35,6 @@ MAX_TOKENS = 2048
 memory is reserved."""
 _ATTENTION = ".attn"
 """Name of vLLM's module inside the module that a checkpoint names: ``model.layers.0.self_attn`` has ``.attn``."""
-
-
-class TransferEngine(Protocol):
-    """The attributes used of a worker's weight-transfer engine, which knows the model that it loads."""
-
-    model: torch.nn.Module
-    model_config: ModelConfig
-    vllm_config: VllmConfig
-    device: torch.device
-
-
-class KVScalesWorker:
-    """Mixin for vLLM's worker class (``engine/worker.py``): methods that a replica calls on every rank."""
-
-    weight_transfer_engine: TransferEngine
-
-    def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None) -> dict[str, object]:
-        """See ``measure_kv``; returns a KVMeasurement as JSON."""
-        engine = self.weight_transfer_engine
-        measured = measure_kv(engine.model, engine.vllm_config, engine.device, sequences, scales)
-        return measured.model_dump(mode="json")
 
 
 def measure_kv(
@@ -194,7 +172,13 @@ def load_kv_scales(model: torch.nn.Module, model_config: ModelConfig, scales: Ma
         return 0
     named = {f"{name}.{x}_scale": 1.0 for name in layers for x in TENSORS} if scales is None else dict(scales)
     wanted = {name: torch.tensor(value, dtype=torch.float32) for name, value in named.items()}
-    _require_same_names(set(wanted), {f"{name}.{x}_scale" for name in layers for x in TENSORS})
+    expected = {f"{name}.{x}_scale" for name in layers for x in TENSORS}
+    if wanted.keys() != expected:
+        missing, unknown = sorted(expected - wanted.keys()), sorted(wanted.keys() - expected)
+        raise RuntimeError(
+            f"the version has {len(wanted)} KV scales, not the {len(expected)} of this engine's layers: missing "
+            f"{missing[:3]}, unknown {unknown[:3]}"
+        )
     changed = {name: layer for name, layer in layers.items() if not _has(name, layer, wanted)}
     for name, layer in changed.items():
         _load(name, layer, model_config, wanted)
@@ -241,12 +225,3 @@ def _describe_differences(name: str, layer: torch.nn.Module, wanted: Mapping[str
         for x, copies in held_scales(layer).items()
         if any(copy != wanted[f"{name}.{x}_scale"].item() for copy in copies)
     ]
-
-
-def _require_same_names(found: set[str], expected: set[str]) -> None:
-    missing, unknown = sorted(expected - found), sorted(found - expected)
-    if missing or unknown:
-        raise RuntimeError(
-            f"the version has {len(found)} KV scales, not the {len(expected)} of this engine's layers: missing "
-            f"{missing[:3]}, unknown {unknown[:3]}"
-        )

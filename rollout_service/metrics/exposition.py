@@ -6,7 +6,7 @@ scrape, which Ray's metrics cannot guarantee (see process.py).
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -17,19 +17,16 @@ from prometheus_client.registry import Collector
 from rollout_service.metrics import table
 from rollout_service.metrics.process import stages
 from rollout_service.metrics.table import OURS, Metric
-from rollout_service.metrics.vllm_gauges import VllmGauges
-from rollout_service.protocol.fleet import KVCacheStatus, ReplicaState, ReplicaStatus
+from rollout_service.protocol.fleet import EngineLoad, KVCacheStatus, ReplicaState, ReplicaStatus
 from rollout_service.protocol.mismatch import KVAgeRow, MismatchRow, NotJudged
-from rollout_service.protocol.state import ServiceState
-from rollout_service.protocol.weights import VersionState, WeightStatus
+from rollout_service.protocol.weights import ServiceState, VersionState, WeightStatus
 
 MEASURED_VERSIONS = 8
 """Number of newest versions with mismatch metrics; ``GET /v1/mismatch`` has all kept ones."""
 
 
 def exposition(state: ServiceState, mismatch: Iterable[MismatchRow] = (), truncated: Iterable[NotJudged] = ()) -> bytes:
-    """Return Prometheus' text format, version 0.0.4. Not all mismatch rows are included, see
-    ``_current``."""
+    """Return Prometheus' text format, version 0.0.4. Not all mismatch rows are included, see ``_current``."""
     samples = _Samples()
     _service(samples, state)
     for status in state.fleet.replicas:
@@ -37,13 +34,12 @@ def exposition(state: ServiceState, mismatch: Iterable[MismatchRow] = (), trunca
     _adapters(samples, state.fleet.replicas)
     for version in state.versions:
         _version(samples, version, state)
-    _kv_caches(samples, {status.replica_id: status.kv_cache for status in state.fleet.replicas if status.kv_cache})
     _mismatch(samples, _current(tuple(mismatch), state.fleet.replicas))
     for row in _current(tuple(truncated), state.fleet.replicas):
         samples.add(table.MISMATCH_TRUNCATED, row.tokens, *_labels(row))
     registry = CollectorRegistry()
     registry.register(samples)
-    registry.register(VllmGauges(state.fleet.replicas))
+    registry.register(_VllmGauges(state.fleet.replicas))
     return generate_latest(registry)
 
 
@@ -54,7 +50,11 @@ class _Samples(Collector):
     """All metric families of the service, with the samples of one scrape."""
 
     def __init__(self) -> None:
-        self._families = {metric.name: _family(metric) for metric in OURS if metric.source == "service"}
+        self._families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for metric in OURS:
+            if metric.source == "service":
+                family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                self._families[metric.name] = family(metric.name, metric.description, labels=metric.labels)
 
     def collect(self) -> Iterable[Family]:
         """Yield the families; prometheus_client's hook."""
@@ -62,12 +62,6 @@ class _Samples(Collector):
 
     def add(self, metric: Metric, value: float, *labels: object) -> None:
         self._families[metric.name].add_metric([str(label) for label in labels], value)
-
-
-def _family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily:
-    if metric.kind == "counter":
-        return CounterMetricFamily(metric.name, metric.description, labels=metric.labels)
-    return GaugeMetricFamily(metric.name, metric.description, labels=metric.labels)
 
 
 def _service(samples: _Samples, state: ServiceState) -> None:
@@ -98,6 +92,8 @@ def _replica(samples: _Samples, status: ReplicaStatus, state: ServiceState) -> N
     if status.update is not None:
         for stage, seconds in stages(status.update).items():
             samples.add(table.REPLICA_UPDATE_SECONDS, seconds, replica, stage)
+    if status.kv_cache is not None:
+        _kv_cache(samples, replica, status.kv_cache)
     if status.version is None:
         return
     samples.add(table.REPLICA_VERSION, status.version, replica)
@@ -107,6 +103,15 @@ def _replica(samples: _Samples, status: ReplicaStatus, state: ServiceState) -> N
     for version in state.versions:
         if version.version == status.version:
             samples.add(table.REPLICA_UPDATE_BYTES, version.total_bytes, replica)
+
+
+def _kv_cache(samples: _Samples, replica: str, cache: KVCacheStatus) -> None:
+    samples.add(table.KV_CACHE_FP8, cache.choice.dtype == "fp8_e4m3", replica)
+    if cache.measured_version is not None:
+        samples.add(table.KV_UNFIT, len(cache.unfit), replica)
+        for layer, shares in cache.saturated.items():
+            for tensor, share in zip("kv", shares, strict=True):
+                samples.add(table.KV_SATURATED, math.nan if share is None else share, replica, layer, tensor)
 
 
 def _adapters(samples: _Samples, replicas: Iterable[ReplicaStatus]) -> None:
@@ -136,16 +141,6 @@ def _version(samples: _Samples, status: WeightStatus, state: ServiceState) -> No
         samples.add(table.VERSION_COMMITTED, state.committed_at[version], version)
 
 
-def _kv_caches(samples: _Samples, caches: Mapping[str, KVCacheStatus]) -> None:
-    for replica, cache in caches.items():
-        samples.add(table.KV_CACHE_FP8, cache.choice.dtype == "fp8_e4m3", replica)
-        if cache.measured_version is not None:
-            samples.add(table.KV_UNFIT, len(cache.unfit), replica)
-            for layer, shares in cache.saturated.items():
-                for tensor, share in zip("kv", shares, strict=True):
-                    samples.add(table.KV_SATURATED, math.nan if share is None else share, replica, layer, tensor)
-
-
 def _current(rows: Sequence[_Row], replicas: Sequence[ReplicaStatus]) -> list[_Row]:
     """Return the rows of live replicas and of the newest versions; those of adapters only while a replica holds
     them."""
@@ -165,11 +160,29 @@ def _labels(row: MismatchRow | NotJudged) -> tuple[object, ...]:
     return row.version, row.replica_id, "" if row.adapter is None else f"{row.adapter}@{row.adapter_version}"
 
 
-def _kv_ages(samples: _Samples, rows: Sequence[MismatchRow]) -> None:
+def _mismatch(samples: _Samples, rows: Sequence[MismatchRow]) -> None:
     by_age: dict[int, list[KVAgeRow]] = defaultdict(list)
     for row in rows:
         for of_age in row.kv_ages:
             by_age[of_age.age].append(of_age)
+        labels = _labels(row)
+        for metric, value in (
+            (table.MISMATCH_TOKENS, row.tokens),
+            (table.MISMATCH_SEQUENCES, row.sequences),
+            (table.MISMATCH_K1, row.k1),
+            (table.MISMATCH_K3, row.k3),
+            (table.MISMATCH_CHI2, row.chi2_token),
+            (table.MISMATCH_ESS, row.ess_ratio),
+            (table.MISMATCH_PROB_ERROR, row.prob_error),
+            (table.MISMATCH_MAX, row.abs_diff_max),
+            (table.MISMATCH_OUTSIDE, row.outside_ratio),
+            (table.VERSION_SUSPECT, row.suspect_since is not None),
+        ):
+            samples.add(metric, value, *labels)
+        for quantile, value in row.quantiles.items():
+            samples.add(table.MISMATCH_ABS_DIFF, value, *labels, quantile)
+        if row.suspect_since is not None:
+            samples.add(table.SUSPECT_SINCE, row.suspect_since, *labels)
     for age, found in by_age.items():
         tokens = sum(each.tokens for each in found)
         samples.add(table.MISMATCH_AGE_TOKENS, tokens, age)
@@ -177,21 +190,45 @@ def _kv_ages(samples: _Samples, rows: Sequence[MismatchRow]) -> None:
         samples.add(table.MISMATCH_AGE_PROB_ERROR, sum(each.prob_error * each.tokens for each in found) / tokens, age)
 
 
-def _mismatch(samples: _Samples, rows: Sequence[MismatchRow]) -> None:
-    _kv_ages(samples, rows)
-    for row in rows:
-        labels = _labels(row)
-        samples.add(table.MISMATCH_TOKENS, row.tokens, *labels)
-        samples.add(table.MISMATCH_SEQUENCES, row.sequences, *labels)
-        samples.add(table.MISMATCH_K1, row.k1, *labels)
-        samples.add(table.MISMATCH_K3, row.k3, *labels)
-        samples.add(table.MISMATCH_CHI2, row.chi2_token, *labels)
-        samples.add(table.MISMATCH_ESS, row.ess_ratio, *labels)
-        samples.add(table.MISMATCH_PROB_ERROR, row.prob_error, *labels)
-        samples.add(table.MISMATCH_MAX, row.abs_diff_max, *labels)
-        samples.add(table.MISMATCH_OUTSIDE, row.outside_ratio, *labels)
-        for quantile, value in row.quantiles.items():
-            samples.add(table.MISMATCH_ABS_DIFF, value, *labels, quantile)
-        samples.add(table.VERSION_SUSPECT, row.suspect_since is not None, *labels)
-        if row.suspect_since is not None:
-            samples.add(table.SUSPECT_SINCE, row.suspect_since, *labels)
+class _VllmGauges(Collector):
+    """Engines' load under vLLM's own names, for clients that treat the service as one vLLM server.
+
+    prime-rl's concurrency controller reads these (559b447, ``orchestrator/inference_metrics.py``, ``concurrency.py``).
+    It adds up the capacity of every ``engine`` label that it has ever seen. Engines are therefore numbered instead of
+    named: a replica that replaces a dead one must not look like a further engine. ``vllm:num_preemptions`` is left out:
+    each update preempts running sequences, and the controller treats any preemption as overload and admits a quarter
+    less. There are no gauges if no engine has reported.
+    """
+
+    def __init__(self, replicas: Sequence[ReplicaStatus]) -> None:
+        served = sorted((r for r in replicas if r.version is not None), key=lambda r: r.replica_id)
+        self._loads = [replica.load for replica in served if replica.load is not None]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Yield the families; prometheus_client's hook."""
+        if not self._loads:
+            return
+        yield self._gauge("num_requests_running", "Sequences in the batch.", lambda load: load.running)
+        yield self._gauge("num_requests_waiting", "Sequences that wait.", lambda load: load.waiting + load.deferred)
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences that wait for capacity, or are deferred, as in a pause.",
+            labels=("engine", "reason"),
+        )
+        for engine, load in enumerate(self._loads):
+            by_reason.add_metric([str(engine), "capacity"], load.waiting)
+            by_reason.add_metric([str(engine), "deferred"], load.deferred)
+        yield by_reason
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda load: load.kv_cache_usage)
+        capacity = GaugeMetricFamily(
+            "vllm:cache_config_info", "Tokens that the KV cache holds.", labels=("engine", "kv_cache_size_tokens")
+        )
+        for engine, load in enumerate(self._loads):
+            capacity.add_metric([str(engine), str(load.kv_cache_tokens)], 1)
+        yield capacity
+
+    def _gauge(self, name: str, description: str, value: Callable[[EngineLoad], float]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"vllm:{name}", description, labels=("engine",))
+        for engine, load in enumerate(self._loads):
+            family.add_metric([str(engine)], value(load))
+        return family

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from ray.serve import metrics as ray_metrics
@@ -27,15 +27,6 @@ from rollout_service.protocol.weights import UploadTimings
 logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _Answer = TypeVar("_Answer")
-_RAY = "ray_"
-_TOTAL = "_total"
-
-
-class Sink(Protocol):
-    """Destination of metrics."""
-
-    def record(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
-        """Add to a counter, set a gauge, or observe a value in a histogram."""
 
 
 class RaySink:
@@ -45,7 +36,7 @@ class RaySink:
         self._made: dict[str, Callable[..., None]] = {}
 
     def record(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
-        """See ``Sink``. Does nothing outside a Ray cluster."""
+        """Add to a counter, set a gauge, or observe a value in a histogram. Does nothing outside a Ray cluster."""
         record = self._made.get(metric.name)
         if record is None:
             record = self._made[metric.name] = self._make(metric)
@@ -54,22 +45,17 @@ class RaySink:
     @staticmethod
     def _make(metric: Metric) -> Callable[..., None]:
         # Ray adds the prefix ray_ to every name and _total to a counter's
-        options = {
-            "name": metric.name.removeprefix(_RAY).removesuffix(_TOTAL),
-            "description": metric.description,
-            "tag_keys": metric.labels,
-        }
-        made: Callable[..., None]
-        if metric.kind == "counter":
-            made = ray_metrics.Counter(**options).inc
-        elif metric.kind == "gauge":
-            made = ray_metrics.Gauge(**options).set
-        else:
-            made = ray_metrics.Histogram(**options, boundaries=list(metric.buckets)).observe
+        name = metric.name.removeprefix("ray_").removesuffix("_total")
+        options = {"name": name, "description": metric.description, "tag_keys": metric.labels}
+        made: Callable[..., None] = (
+            ray_metrics.Counter(**options).inc if metric.kind == "counter"
+            else ray_metrics.Gauge(**options).set if metric.kind == "gauge"
+            else ray_metrics.Histogram(**options, boundaries=list(metric.buckets)).observe
+        )  # fmt: skip
         return made
 
 
-sink: Sink = RaySink()
+sink = RaySink()
 """The sink of this process."""
 
 
@@ -90,13 +76,16 @@ def outcome_of(error: BaseException) -> str:
 
 
 @contextmanager
-def _outcome(metric: Metric) -> Iterator[None]:
+def _counted(outcomes: Metric, seconds: Metric) -> Iterator[None]:
+    """Count the outcome of a block, and observe its time if it succeeds."""
+    started = time.monotonic()
     try:
         yield
     except BaseException as error:
-        record(metric, outcome=outcome_of(error))
+        record(outcomes, outcome=outcome_of(error))
         raise
-    record(metric, outcome="ok")
+    record(outcomes, outcome="ok")
+    record(seconds, time.monotonic() - started)
 
 
 def counted_rollout(
@@ -106,22 +95,29 @@ def counted_rollout(
 
     @functools.wraps(roll_out)
     async def counting(*args: _P.args, **kwargs: _P.kwargs) -> Rollout:
-        started = time.monotonic()
-        with _outcome(table.REQUESTS):
+        with _counted(table.REQUESTS, table.TIME_TO_LAST_TOKEN):
             rollout = await roll_out(*args, **kwargs)
-        record(table.TIME_TO_LAST_TOKEN, time.monotonic() - started)
-        _count_answer(rollout)
+        record(table.PROMPT_TOKENS, len(rollout.prompt_token_ids))
+        record(table.COMPLETION_TOKENS, sum(len(completion.token_ids) for completion in rollout.completions))
+        for completion in rollout.completions:
+            record(table.COMPLETIONS, finish_reason=completion.finish_reason)
+        record(table.MIXED_COMPLETIONS, sum(len(completion.versions) > 1 for completion in rollout.completions))
         return rollout
 
     return counting
 
 
-def _count_answer(rollout: Rollout) -> None:
-    record(table.PROMPT_TOKENS, len(rollout.prompt_token_ids))
-    record(table.COMPLETION_TOKENS, sum(len(completion.token_ids) for completion in rollout.completions))
-    for completion in rollout.completions:
-        record(table.COMPLETIONS, finish_reason=completion.finish_reason)
-    record(table.MIXED_COMPLETIONS, sum(len(completion.versions) > 1 for completion in rollout.completions))
+def counted_commit(
+    commit: Callable[_P, Coroutine[object, None, _Answer]],
+) -> Callable[_P, Coroutine[object, None, _Answer]]:
+    """Count each call of the ingest's ``_commit``."""
+
+    @functools.wraps(commit)
+    async def counting(*args: _P.args, **kwargs: _P.kwargs) -> _Answer:
+        with _counted(table.COMMITS, table.COMMIT_SECONDS):
+            return await commit(*args, **kwargs)
+
+    return counting
 
 
 def count_update(timings: UpdateTimings, folder: Path) -> None:
@@ -176,22 +172,6 @@ def count_converted(nbytes: int, seconds: float) -> None:
     record(table.QUANTIZE_BYTES, nbytes)
 
 
-def counted_commit(
-    commit: Callable[_P, Coroutine[object, None, _Answer]],
-) -> Callable[_P, Coroutine[object, None, _Answer]]:
-    """Count each call of the ingest's ``_commit``."""
-
-    @functools.wraps(commit)
-    async def counting(*args: _P.args, **kwargs: _P.kwargs) -> _Answer:
-        started = time.monotonic()
-        with _outcome(table.COMMITS):
-            answer = await commit(*args, **kwargs)
-        record(table.COMMIT_SECONDS, time.monotonic() - started)
-        return answer
-
-    return counting
-
-
 def count_part(nbytes: int) -> None:
     """Count a part that was received and checked."""
     record(table.UPLOAD_PARTS)
@@ -203,6 +183,5 @@ def count_received(transport: str, nbytes: int, version_bytes: int, timings: Upl
     record(table.VERSIONS_RECEIVED, transport=transport)
     record(table.RECEIVED_BYTES, nbytes, transport=transport)
     record(table.RECEIVED_VERSION_BYTES, version_bytes, transport=transport)
-    seconds = {"receive": timings.receive_s, "quantize": timings.quantize_s, "store": timings.store_s}
-    for stage, spent in (seconds | {"finish": timings.finish_s}).items():
-        record(table.RECEIVED_SECONDS, spent, transport=transport, stage=stage)
+    for stage in ("receive", "quantize", "store", "finish"):
+        record(table.RECEIVED_SECONDS, getattr(timings, f"{stage}_s"), transport=transport, stage=stage)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rollout_service.config import ScalingConfig
 from rollout_service.protocol.fleet import Fleet, ReplicaState, ReplicaStatus
-from rollout_service.protocol.state import ServiceState
-from rollout_service.protocol.weights import WeightStatus
+from rollout_service.protocol.weights import ServiceState, WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
 

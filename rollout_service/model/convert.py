@@ -54,28 +54,27 @@ class Converter:
     """Converts tensors by one recipe. ``device`` as for ``Quantizer``. Thread-safe."""
 
     def __init__(self, recipe: TrainerRecipe, *, device: Device = "auto", batch_bytes: int = BATCH_BYTES) -> None:
+        self.form = FP8_BLOCK if recipe.weights == "none" else WEIGHT_FORMATS[recipe.weights]
+        """Format of quantized weights."""
+        self.makes_powers_of_two = recipe.scales == "power_of_two"
         self._experts = recipe.experts
         self._is_ignored = lru_cache(_CACHED_NAMES)(recipe.ignored.__contains__)
         self._quantized = frozenset(recipe.quantized)
-        self._form = FP8_BLOCK if recipe.weights == "none" else WEIGHT_FORMATS[recipe.weights]
-        self._scales = frozenset(name + self._form.scale_suffix for name in recipe.quantized)
+        self._scales = frozenset(name + self.form.scale_suffix for name in recipe.quantized)
         self._float32 = frozenset(recipe.keep_float32) | self._scales
-        self._power_of_two = recipe.scales == "power_of_two"
-        self._quantizer = Quantizer(power_of_two=self._power_of_two, device=device, form=self._form)
+        self._quantizer = Quantizer(power_of_two=self.makes_powers_of_two, device=device, form=self.form)
+        self.uses_gpu = self._quantizer.uses_gpu
+        """True if weights on the CPU are quantized on a GPU."""
         self._batch_bytes = batch_bytes
 
     def slots(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TensorSlot]:
         """Yield every tensor of a version in the order of storage: that of ``shapes``, so that a layer's parts are
-        adjacent.
-
-        vLLM's reload buffers a fused layer until all its parts have come; with this order, one layer is buffered at a
-        time.
-        """
+        adjacent and vLLM's reload, which waits for all parts of a fused layer, buffers one layer at a time."""
         for name, shape in shapes.items():
             if name in self._quantized:
-                scales, scale_shape = name + self._form.scale_suffix, self._form.scale_shape(shape)
-                yield TensorSlot(name=name, dtype=self._form.codes, shape=shape)
-                yield TensorSlot(name=scales, dtype="float32", shape=scale_shape)
+                yield TensorSlot(name=name, dtype=self.form.codes, shape=shape)
+                scales = name + self.form.scale_suffix
+                yield TensorSlot(name=scales, dtype="float32", shape=self.form.scale_shape(shape))
             else:
                 yield TensorSlot(name=name, dtype=self._kept_dtype(name), shape=shape)
 
@@ -94,7 +93,7 @@ class Converter:
             for made in self.becomes(tensor):
                 yield UploadTensor(name=made.name, dtype=made.dtype, shape=made.shape)
                 if made.scales is not None:
-                    yield UploadTensor(name=made.scales, dtype="float32", shape=self._form.scale_shape(made.shape))
+                    yield UploadTensor(name=made.scales, dtype="float32", shape=self.form.scale_shape(made.shape))
 
     def becomes(self, tensor: UploadTensor) -> Iterator[Becomes]:
         """Yield the tensors that ``convert`` makes of one tensor; none if it is ignored. A weight that is no matrix is
@@ -110,29 +109,15 @@ class Converter:
             dtype, scales = self._kept_dtype(piece.name), None
             if is_codes:
                 self._require_codes_of(piece.name, tensor.dtype)
-                dtype = self._form.codes
+                dtype = self.form.codes
             elif piece.name in self._quantized and len(piece.shape) == 2:
-                dtype, scales = self._form.codes, piece.name + self._form.scale_suffix
+                dtype, scales = self.form.codes, piece.name + self.form.scale_suffix
             yield Becomes(piece.name, dtype, piece.shape, piece.index, scales)
 
-    @property
-    def form(self) -> WeightFormat:
-        """Return the format of quantized weights."""
-        return self._form
-
-    @property
-    def makes_powers_of_two(self) -> bool:
-        """Return True if scales are powers of two."""
-        return self._power_of_two
-
     def largest_scale(self) -> float:
-        """Return the largest valid scale."""
-        return _largest_scale(self._form, self._power_of_two)
-
-    @property
-    def uses_gpu(self) -> bool:
-        """Return True if weights on the CPU are quantized on a GPU."""
-        return self._quantizer.uses_gpu
+        """Return the scale of the largest BF16 weight. With a larger scale, the largest code would overflow."""
+        largest = (torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.float32) / self.form.largest_code).item()
+        return 2.0 ** math.ceil(math.log2(largest)) if self.makes_powers_of_two else largest
 
     def convert(
         self, tensors: Iterable[Named], *, to_cpu: bool = True, checks: DeferredChecks | None = None
@@ -171,17 +156,15 @@ class Converter:
         yield from self._convert_batch(batch, to_cpu, checks)
 
     def _convert_batch(self, batch: list[Named], to_cpu: bool, checks: DeferredChecks | None) -> Iterator[Named]:
-        quantized = [self._quantizes(name, tensor) for name, tensor in batch]
-        wanted = list(compress(batch, quantized))
+        quantized = [name in self._quantized and not is_codes(tensor) for name, tensor in batch]
         are_sound = self._sound_on_gpu(batch, list(compress(batch, map(not_, quantized))), checks)
-        results = iter(
-            self._quantizer.quantize(wanted, to_cpu=to_cpu, left_on_gpu=not to_cpu, checks=checks) if wanted else ()
-        )
+        wanted = list(compress(batch, quantized))
+        results = iter(self._quantizer.quantize(wanted, to_cpu=to_cpu, left_on_gpu=not to_cpu, checks=checks))
         for (name, tensor), is_quantized in zip(batch, quantized, strict=True):
             if is_quantized:
                 codes, scales = next(results)
                 yield name, codes
-                yield name + self._form.scale_suffix, scales
+                yield name + self.form.scale_suffix, scales
             else:
                 yield name, self._keep(name, tensor, is_sound=are_sound)
 
@@ -196,9 +179,6 @@ class Converter:
         """
         return self._are_sound([(name, numbers)])
 
-    def _quantizes(self, name: str, tensor: torch.Tensor) -> bool:
-        return name in self._quantized and not is_codes(tensor)
-
     def _sound_on_gpu(self, batch: Sequence[Named], kept: Sequence[Named], checks: DeferredChecks | None) -> bool:
         """Check the unquantized tensors of a batch on the GPU, with one synchronization. Return True if they are valid,
         or if ``checks`` will report it.
@@ -210,13 +190,14 @@ class Converter:
         is_sound = self._are_sound(kept)
         if checks is None:
             return bool(is_sound)
-        # check the whole batch, so that the error names the first invalid tensor, not the first unquantized one
-        checks.add(is_sound, lambda: self._require_all_sound(batch))
-        return True
 
-    def _require_all_sound(self, batch: Sequence[Named]) -> None:
-        for name, tensor in batch:
-            self._require_sound(name, tensor)
+        def require_all_sound() -> None:
+            # the whole batch, so that the error names the first invalid tensor, not the first unquantized one
+            for name, tensor in batch:
+                self._require_sound(name, tensor)
+
+        checks.add(is_sound, require_all_sound)
+        return True
 
     def _are_sound(self, batch: Sequence[Named]) -> torch.Tensor:
         """Check that the numbers of all tensors are valid: bool [], on their device."""
@@ -228,9 +209,9 @@ class Converter:
                 scales.append(tensor)
             else:
                 weights.append(tensor)
-        found = [_are_numbers(several, self._form).all() for several in concatenate_small(codes)]
+        found = [_are_numbers(several, self.form).all() for several in concatenate_small(codes)]
         for several in concatenate_small(scales):
-            found += [sound.all() for sound, _ in _scale_conditions(several, self._form, self._power_of_two)]
+            found += [sound.all() for sound, _ in self._scale_conditions(several)]
         if weights or not found:
             found.append(are_finite(weights or [tensor for _, tensor in batch]))
         return found[0] if len(found) == 1 else torch.stack(found).all()
@@ -244,19 +225,29 @@ class Converter:
         return tensor if are_codes else tensor.to(_TORCH[self._kept_dtype(name)])
 
     def _require_codes_of(self, name: str, dtype: str) -> None:
-        if name not in self._quantized or dtype != self._form.codes:
-            becomes = self._form.codes if name in self._quantized else self._kept_dtype(name)
+        if name not in self._quantized or dtype != self.form.codes:
+            becomes = self.form.codes if name in self._quantized else self._kept_dtype(name)
             raise InvalidManifest(f"{name} came as {dtype} codes, but it becomes {becomes} here: send its weights")
 
     def _require_sound(self, name: str, tensor: torch.Tensor) -> None:
         """Raise QuantizationError for the first invalid number, under the conditions of ``_are_sound``."""
         if is_codes(tensor):
-            _require_numbers(name, tensor, self._form)
+            _require_numbers(name, tensor, self.form)
         elif name in self._scales:
-            for sound, complaint in _scale_conditions(tensor, self._form, self._power_of_two):
+            for sound, complaint in self._scale_conditions(tensor):
                 _require(name, tensor, sound, complaint)
         else:
             require_finite(tensor, name)
+
+    def _scale_conditions(self, scales: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
+        """Yield conditions on scales: a mask of the scales that meet it, and a description of those that do not."""
+        kind = "block scale" if self.form.in_blocks else "channel scale"
+        yield torch.isfinite(scales) & (scales > 0), f"a {kind} that is not a positive number"
+        yield scales >= _SMALLEST_SCALE, f"a {kind} that fp32 cannot hold as a normal number"
+        largest = self.largest_scale()
+        yield scales <= largest, f"a {kind} above {largest:.4g}, which no BF16 weight needs"
+        if self.makes_powers_of_two:
+            yield torch.frexp(scales.float()).mantissa == 0.5, "no power of two, as quant.scales asks for"
 
     def _kept_dtype(self, name: str) -> StoredDtype:
         return "float32" if name in self._float32 else "bfloat16"
@@ -279,25 +270,6 @@ def _require_numbers(name: str, codes: torch.Tensor, form: WeightFormat) -> None
         return
     if codes.is_cuda or any_has_all_bits(np.frombuffer(tensor_bytes(codes), np.uint8), _NAN_CODE):
         _require(name, codes, _are_numbers(codes, form), "a code for NaN")
-
-
-def _scale_conditions(
-    scales: torch.Tensor, form: WeightFormat, power_of_two: bool
-) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield conditions on scales: a mask of the scales that meet it, and a description of those that do not."""
-    kind = "block scale" if form.in_blocks else "channel scale"
-    yield torch.isfinite(scales) & (scales > 0), f"a {kind} that is not a positive number"
-    yield scales >= _SMALLEST_SCALE, f"a {kind} that fp32 cannot hold as a normal number"
-    largest = _largest_scale(form, power_of_two)
-    yield scales <= largest, f"a {kind} above {largest:.4g}, which no BF16 weight needs"
-    if power_of_two:
-        yield torch.frexp(scales.float()).mantissa == 0.5, "no power of two, as quant.scales asks for"
-
-
-def _largest_scale(form: WeightFormat, power_of_two: bool) -> float:
-    """Return the scale of the largest BF16 weight. With a larger scale, the largest code would overflow."""
-    largest = (torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.float32) / form.largest_code).item()
-    return 2.0 ** math.ceil(math.log2(largest)) if power_of_two else largest
 
 
 def _require(name: str, tensor: torch.Tensor, sound: torch.Tensor, complaint: str) -> None:

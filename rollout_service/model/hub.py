@@ -213,9 +213,7 @@ def _missing_files(model: ModelConfig, folder: Path) -> tuple[list[str], list[st
 
 def _require_free(model: ModelConfig, nbytes: int) -> None:
     cache = Path(constants.HF_HUB_CACHE)
-    while not cache.exists():
-        cache = cache.parent
-    free = shutil.disk_usage(cache).free
+    free = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.exists())).free
     if nbytes > free:
         raise ModelNotDownloaded(
             f"{model.repo_id} needs {_size(nbytes)} more in {constants.HF_HUB_CACHE}, and {_size(free)} are free "

@@ -1,12 +1,19 @@
 """Choose the tensors of a model that are quantized, with reasons for the others."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 
 from rollout_service.config.engine import QuantConfig
-from rollout_service.model.engine_layout import EngineLayout, LayoutModule, Shape
-from rollout_service.model.families import Heads, require_whole_heads, table_layout
+from rollout_service.model.engine_layout import (
+    EngineLayout,
+    Heads,
+    LayoutModule,
+    Shape,
+    require_whole_heads,
+    table_layout,
+)
 from rollout_service.model.names import collapse, kind
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import FP8_BLOCK, WEIGHT_FORMATS, WeightFormat
@@ -45,7 +52,7 @@ def plan(
     """Decide for each linear module (name → weight shape ``[N, K]``, without lm_head and routers).
 
     ``heads``: None if each GPU has KV heads of its own. ``expert_parallel``: routed experts are not sharded.
-    ``layout``: vLLM's layout of the modules; None: that of ``families.py``.
+    ``layout``: vLLM's layout of the modules; None: that of ``table_layout``.
 
     Raises ValueError for:
     - modules whose shard does not divide into 128×128 blocks (unless ``config.indivisible`` keeps them in BF16), or
@@ -62,11 +69,12 @@ def plan(
     layout = table_layout(linears, heads) if layout is None else layout
     kept = _skipped_modules(layout.modules, config.skip)
     candidates = [module for module in layout.modules if module.names[0] not in kept]
-    ragged = _ragged_modules(candidates, linears, tensor_parallel_size, expert_parallel, layout)
+    ragged_for = partial(_ragged_modules, layout, candidates, linears)
+    ragged = ragged_for(tensor_parallel_size, expert_parallel)
     if not form.in_blocks:  # only blocks must divide: modules that cannot be sharded at all were refused above
         ragged = {}
     if ragged and config.indivisible == "error":
-        ways_out = _ways_out(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
+        ways_out = _ways_out(ragged_for, tensor_parallel_size, heads, expert_parallel)
         raise ValueError(_refusal(ragged, tensor_parallel_size, ways_out))
     for module in layout.modules:
         if not ragged.keys().isdisjoint(module.names):
@@ -89,27 +97,30 @@ def _skipped_modules(modules: Sequence[LayoutModule], patterns: tuple[str, ...])
     skipped: dict[str, str] = {}
     torn: list[str] = []
     for module in modules:
-        found = {part: pattern for part in module.names if (pattern := _match((part, module.name), patterns))}
-        skipped |= {part: f"quant.skip {pattern}" for part, pattern in found.items()}
+        found = {
+            part: f"quant.skip {pattern}"
+            for part in module.names
+            for pattern in reversed(patterns)  # the first is kept
+            if fnmatchcase(part, pattern) or fnmatchcase(module.name, pattern)
+        }
+        skipped |= found
         torn += [part for part in module.names if found and part not in found]
     if torn:
+        lines = collapse(torn)
+        more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
         raise ValueError(
             f"quant.skip leaves out only a part of what the engine fuses into one layer; {len(torn)} modules are to be "
-            f"skipped with it: {_join_first(collapse(torn))}"
+            f"skipped with it: {', '.join(lines[:8])}{more}"
         )
     return skipped
 
 
-def _match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
-    return next((pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)), None)
-
-
 def _ragged_modules(
+    layout: EngineLayout,
     modules: Iterable[LayoutModule],
     linears: Mapping[str, Shape],
     ways: int,
     expert_parallel: bool,
-    layout: EngineLayout,
 ) -> dict[str, Shape]:
     """Return modules whose shard on a GPU is not a whole number of blocks → that shard."""
     found: dict[str, Shape] = {}
@@ -126,12 +137,7 @@ def _ragged_modules(
 
 
 def _ways_out(
-    modules: list[LayoutModule],
-    linears: Mapping[str, Shape],
-    ways: int,
-    heads: Heads | None,
-    expert_parallel: bool,
-    layout: EngineLayout,
+    ragged_for: Callable[[int, bool], dict[str, Shape]], ways: int, heads: Heads | None, expert_parallel: bool
 ) -> list[str]:
     """Return settings that make every shard a whole number of blocks; each one is sufficient."""
 
@@ -139,7 +145,7 @@ def _ways_out(
         try:
             if heads is not None:
                 require_whole_heads(heads, fewer)
-            return not _ragged_modules(modules, linears, fewer, whole_experts, layout)
+            return not ragged_for(fewer, whole_experts)
         except ValueError:
             return False
 
@@ -168,8 +174,3 @@ def _indivisible(module: LayoutModule, part: str, ragged: Mapping[str, Shape]) -
         return f"a GPU's shard {list(ragged[part])} is no whole number of {BLOCK}×{BLOCK} blocks"
     other = next(name for name in module.names if name in ragged)
     return f"in one layer with {kind(other)}, of which {_indivisible(module, other, ragged)}"
-
-
-def _join_first(lines: list[str], most: int = 8) -> str:
-    more = f" and {len(lines) - most} more" if len(lines) > most else ""
-    return ", ".join(lines[:most]) + more

@@ -5,10 +5,12 @@ writes.
 """
 
 import json
+import logging
 import math
 import re
 import textwrap
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,16 +30,16 @@ from transformers import (
 from rollout_service.compat.transformers_internals import ignored_when_loading, kept_in_float32
 from rollout_service.config import ModelConfig, QuantConfig
 from rollout_service.errors import InvalidManifest
-from rollout_service.model.engine_layout import EngineLayout
-from rollout_service.model.families import FAMILIES, Heads, table_layout
+from rollout_service.model.engine_layout import FAMILIES, EngineLayout, Heads, read_layout, table_layout
+from rollout_service.model.hub import VOCABULARIES
 from rollout_service.model.naming import naming_of
 from rollout_service.model.quant_plan import QuantPlan, plan
-from rollout_service.model.tensor_table import Expected, differences
-from rollout_service.model.tokenizer import load_tokenizer
-from rollout_service.model.vllm_layout import read_layout
 from rollout_service.protocol.experts import ExpertNaming, Piece, pieces
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.upload import UploadTensor
+from rollout_service.quant.formats import CODE_DTYPES
+
+logger = logging.getLogger(__name__)
 
 ROUTERS = ("gate", "shared_expert_gate")
 """Modules that choose experts, or scale the shared one; the last part of their names."""
@@ -132,8 +135,17 @@ class ServedModel:
         Raises the ValueErrors of ``quant_plan.plan`` and ``layout``, and ValueError for fewer experts than GPUs with
         ``expert_parallel``.
         """
-        if expert_parallel:
-            self._require_experts_for(tensor_parallel_size)
+        if expert_parallel and not self.num_experts:
+            raise ValueError(
+                f"engine.expert_parallel is true, and {self.name} is a dense model, with no experts to share out: set "
+                "it to false"
+            )
+        if expert_parallel and self.num_experts < tensor_parallel_size:
+            raise ValueError(
+                f"engine.expert_parallel shares out the {self.num_experts} experts of {self.name}, and "
+                f"engine.tensor_parallel_size={tensor_parallel_size} leaves GPUs without any: set it to "
+                f"{self.num_experts} at most"
+            )
         if quant.weights == "none":
             return QuantPlan(frozenset())
         linears = self.layout.linears(self.shapes)
@@ -143,26 +155,11 @@ class ServedModel:
 
     @cached_property
     def layout(self) -> EngineLayout:
-        """vLLM's layout of its modules, by the table for a family of ``families.FAMILIES``.
-
-        For others vLLM is asked, which takes seconds unless the answer is cached. Raises the ValueErrors of
-        ``vllm_layout.read_layout``.
-        """
+        """vLLM's layout of its modules. For other families than ``FAMILIES``, vLLM is asked, which takes seconds unless
+        the answer is cached. Raises the ValueErrors of ``read_layout``."""
         if self.config.model_type in FAMILIES:
             return table_layout(self.linears, self.heads)
         return read_layout(self.path)
-
-    def _require_experts_for(self, gpus: int) -> None:
-        if not self.num_experts:
-            raise ValueError(
-                f"engine.expert_parallel is true, and {self.name} is a dense model, with no experts to share out: set "
-                "it to false"
-            )
-        if self.num_experts < gpus:
-            raise ValueError(
-                f"engine.expert_parallel shares out the {self.num_experts} experts of {self.name}, and "
-                f"engine.tensor_parallel_size={gpus} leaves GPUs without any: set it to {self.num_experts} at most"
-            )
 
     @cached_property
     def stored(self) -> dict[str, tuple[int, ...]]:
@@ -269,9 +266,7 @@ class ServedModel:
 
         ``whole``: False if ``tensors`` are only some of the tensors; then only names and shapes are checked.
         """
-        wrong = differences(
-            tuple(tensors), Expected(self.stored, self.in_memory, self.experts, plan.quantized, plan.form)
-        )
+        wrong = _differences(tuple(tensors), self, plan)
         wrong["unknown"] = [name for name in wrong["unknown"] if name not in self.ignored]
         wrong["missing"] = [name for name in wrong["missing"] if not (self.tied and name == self.head)]
         if not whole:  # codes and their scales may be in different tables
@@ -280,6 +275,83 @@ class ServedModel:
         if wrong:
             summary = "; ".join(f"{len(items)} {what}: {', '.join(items[:4])}" for what, items in wrong.items())
             raise InvalidManifest(f"the version does not fit the served model {self.name}: {summary}", wrong)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer in ``folder``. None: it has none, or (with a warning) none that transformers can load.
+
+    Raises ValueError for a tokenizer.json that cannot be loaded.
+    """
+    files = sorted({path.name for pattern in VOCABULARIES for path in folder.glob(pattern) if path.is_file()})
+    if not files:
+        logger.info(
+            "%s holds no tokenizer (%s): text prompts and stop strings are refused", folder, ", ".join(VOCABULARIES)
+        )
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return tokenizer
+    except Exception as error:  # whatever a tokenizer's own code and the packages below it raise
+        why = (
+            f"{folder}: transformers cannot load the tokenizer of {', '.join(files)}: "
+            f"{textwrap.shorten(str(error), 300, placeholder=' …')}"
+        )
+        if "tokenizer.json" in files:  # which transformers can always load unless it is damaged
+            raise ValueError(f"{why}; copy or download these files again") from error
+        logger.warning("%s; text prompts and stop strings are refused: convert it to tokenizer.json", why)
+        return None
+
+
+def _differences(tensors: tuple[UploadTensor, ...], model: ServedModel, plan: QuantPlan) -> dict[str, list[str]]:
+    """Return all errors in ``tensors``, by kind of error; every list is empty if there are none."""
+    known = [(tensor, shape) for tensor in tensors if (shape := _expected_shape(tensor.name, model, plan)) is not None]
+    brought = Counter(name for tensor, _ in known for name in _on_disk(tensor.name, model))
+    codes = {tensor.name for tensor, _ in known if tensor.dtype == plan.form.codes}
+    scales = {name + plan.form.scale_suffix for name in codes & plan.quantized}
+    return {
+        "duplicate": sorted(name for name, times in brought.items() if times > 1),
+        "unknown": sorted({tensor.name for tensor in tensors} - {tensor.name for tensor, _ in known}),
+        "missing": sorted((model.stored.keys() | scales) - brought.keys()),
+        "wrong_shape": [
+            f"{tensor.name} is {list(tensor.shape)}, the model's is {list(shape)}"
+            for tensor, shape in known
+            if shape != tensor.shape
+        ],
+        "wrong_dtype": [line for tensor, _ in known for line in _wrong_dtype(tensor, codes, model, plan)],
+    }
+
+
+def _expected_shape(name: str, model: ServedModel, plan: QuantPlan) -> tuple[int, ...] | None:
+    if name in model.stored:
+        return model.stored[name]
+    if (weight := _weight_of(name, plan)) is not None:
+        return plan.form.scale_shape(model.stored[weight])
+    return model.in_memory.get(name)
+
+
+def _weight_of(scales: str, plan: QuantPlan) -> str | None:
+    weight = scales.removesuffix(plan.form.scale_suffix)
+    return weight if weight != scales and weight in plan.quantized else None
+
+
+def _on_disk(name: str, model: ServedModel) -> list[str]:
+    if name in model.in_memory:
+        return [piece.name for piece in pieces(name, model.in_memory[name], model.experts)]
+    return [name]
+
+
+def _wrong_dtype(tensor: UploadTensor, codes: Set[str], model: ServedModel, plan: QuantPlan) -> Iterable[str]:
+    weight, sent, form = _weight_of(tensor.name, plan), tensor.dtype, plan.form
+    if weight is not None and sent != "float32":
+        yield f"{tensor.name} is {sent}, {'block' if form.in_blocks else 'channel'} scales are float32"
+    if weight is not None and weight not in codes:
+        yield f"{tensor.name} is of no use: {weight} has not come as {form.codes}"
+    if sent in CODE_DTYPES and tensor.name in model.in_memory:
+        yield f"{tensor.name} is {sent}: send codes and scales under the names on disk, each expert's by themselves"
+    elif sent in CODE_DTYPES and weight is None and tensor.name not in plan.quantized:
+        yield f"{tensor.name} is {sent}, but it is not quantized in this service: send it in bfloat16"
+    elif sent in CODE_DTYPES and weight is None and sent != form.codes:
+        yield f"{tensor.name} is {sent}, and codes are {form.codes} in this service"
 
 
 def _without_weights(path: Path) -> PreTrainedModel:

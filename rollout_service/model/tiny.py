@@ -85,7 +85,14 @@ def make_tiny_qwen3(path: Path, *, seed: int = 0) -> None:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         _save(unfinished, seed)
-        _move_into_place(unfinished, path)
+        try:
+            os.rename(unfinished, path)
+        except OSError:
+            if not (path / "config.json").is_file():
+                raise FileExistsError(
+                    f"cannot make a model at {path}: something that is not a model folder (no config.json) is there; "
+                    "remove it or choose another path"
+                ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -103,14 +110,3 @@ def _save(folder: Path, seed: int) -> None:
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     folder.chmod(0o755)
-
-
-def _move_into_place(unfinished: Path, path: Path) -> None:
-    try:
-        os.rename(unfinished, path)
-    except OSError:
-        if not (path / "config.json").is_file():
-            raise FileExistsError(
-                f"cannot make a model at {path}: something that is not a model folder (no config.json) is there; "
-                "remove it or choose another path"
-            ) from None

@@ -1,4 +1,4 @@
-"""Judge versions as suspect, with hysteresis between two thresholds."""
+"""What the thresholds decide: which versions are suspect, and how old kept keys and values may be."""
 
 import logging
 import time
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from rollout_service.config import MonitorConfig
+from rollout_service.monitor.scoring import MAX_AGE
 from rollout_service.monitor.statistics import Sums
-from rollout_service.monitor.table import Entry, Key
+from rollout_service.monitor.table import Entry, Key, VersionTable
+from rollout_service.protocol.mismatch import FIRST_KV_AGE
 
 logger = logging.getLogger(__name__)
 CLEARS_AT = 0.8
@@ -16,7 +18,7 @@ CLEARS_AT = 0.8
 
 @dataclass(frozen=True)
 class Judge:
-    """Judges a row after each report that changed it."""
+    """Judges a row as suspect after each report that changed it, with hysteresis between two thresholds."""
 
     config: MonitorConfig
 
@@ -54,3 +56,42 @@ class Judge:
 def _name(key: Key) -> str:
     adapter = "" if key.adapter is None else f"adapter {key.adapter}@{key.adapter_version} with "
     return f"{adapter}weight version {key.version} on replica {key.replica_id}"
+
+
+class KVAgeLimit:
+    """Chooses the maximum age of kept keys and values, for ``weights.kv_max_age: auto``.
+
+    Raises the age by one while the oldest keys and values are harmless, and halves it once some are not.
+
+    Ages are judged by the thresholds of suspect versions, over the tokens that were sampled since the last change.
+    """
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._age, self._since = FIRST_KV_AGE, 0
+        self._version: int | None = None
+        """The version of the last choice."""
+
+    @property
+    def chosen(self) -> int | None:
+        """Return the last choice; None: nobody has asked."""
+        return None if self._version is None else self._age
+
+    def choose(self, version: int, table: VersionTable) -> int:
+        """Return the maximum age for ``version``, which replicas are about to load. All get the same answer."""
+        if version == self._version:
+            return self._age
+        self._version, self._since = version, min(self._since, version)  # a log that was set back counts anew
+        measured = table.by_kv_age(self._since)
+        age = self._changed(measured)
+        if age != self._age:
+            logger.info("weights.kv_max_age is %d from version %d on, and was %d", age, version, self._age)
+            self._age, self._since = age, version
+        return age
+
+    def _changed(self, measured: dict[int, Sums]) -> int:
+        harmful = [age for age, sums in measured.items() if self._judge.is_suspect(sums, False)]
+        if harmful:
+            return min(harmful) // 2
+        oldest = measured.get(self._age, Sums())
+        return min(self._age + 1, MAX_AGE) if oldest.tokens >= self._judge.config.min_tokens else self._age

@@ -9,14 +9,12 @@ from collections import OrderedDict
 
 from rollout_service.config import MonitorConfig
 from rollout_service.errors import InvalidRequest
-from rollout_service.monitor.judge import Judge
-from rollout_service.monitor.kv_age import KVAgeLimit
+from rollout_service.monitor.judge import Judge, KVAgeLimit
 from rollout_service.monitor.scoring import Scored, parse_report, score
 from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key, VersionTable
 from rollout_service.protocol.adapters import read_adapter_name
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
-from rollout_service.protocol.mismatch_report import MismatchReport
 
 logger = logging.getLogger(__name__)
 KEEP_VERSIONS = 64
@@ -52,7 +50,7 @@ class Monitor:
             if known is not None:
                 return known.model_copy(update={"repeated": True})
             scored = await asyncio.to_thread(score, report, self._config.ratio_bound)
-            return self._count(report, scored)
+            return self._count(report.report_id, scored)
 
     async def rows(self) -> list[MismatchRow]:
         """Return the statistics of each version, replica and adapter, oldest version first."""
@@ -95,7 +93,7 @@ class Monitor:
         """Return the maximum age of kept keys and values for a version that a replica is about to load."""
         return self._kv_age.choose(version, self._table)
 
-    def _count(self, report: MismatchReport, scored: Scored) -> MismatchReceipt:
+    def _count(self, report_id: str | None, scored: Scored) -> MismatchReceipt:
         self._begin_anew_after_lost_log({key.version for key in (*scored.statistics, *scored.truncated)})
         taken = [self._add(key, statistics) for key, statistics in scored.statistics.items()]
         tokens = [statistics.sums.tokens for statistics in scored.statistics.values()]
@@ -106,8 +104,8 @@ class Monitor:
             too_old_tokens=sum(count for count, kept in zip(tokens, taken, strict=True) if not kept),
             truncated_tokens=sum(scored.truncated.values()),
         )
-        if report.report_id is not None:
-            self._receipts[report.report_id] = receipt
+        if report_id is not None:
+            self._receipts[report_id] = receipt
             if len(self._receipts) > REPORT_IDS:
                 self._receipts.popitem(last=False)
         return receipt

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rollout_service.errors import InvalidRequest
 from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key
-from rollout_service.protocol.mismatch_report import MismatchReport, ReportedCompletion, ReportedRollout
+from rollout_service.protocol.mismatch import MismatchReport, ReportedCompletion, ReportedRollout
 from rollout_service.protocol.rollout import Span
 from rollout_service.web.errors import validation_error
 
@@ -77,12 +77,7 @@ class _Group:
     """Sums of whole sequences."""
 
 
-def _collect(
-    groups: dict[Key, _Group],
-    spans: list[_Span],
-    log_ratio: Doubles,
-    selected: NDArray[np.bool_],
-) -> None:
+def _collect(groups: dict[Key, _Group], spans: list[_Span], log_ratio: Doubles, selected: NDArray[np.bool_]) -> None:
     """Assign each token to its key, and the sequence only if one key has all of it."""
     parts: dict[Key, list[Doubles]] = defaultdict(list)
     for key, start, end, age in spans:
@@ -102,11 +97,7 @@ def _spans(where: str, rollout: ReportedRollout, completion: ReportedCompletion)
         replica_id = span.replica_id or rollout.replica_id
         assert replica_id is not None, "the report would have been refused"
         key = Key(span.version, replica_id, span.adapter, span.adapter_version)
-        yield key, span.start, span.end, _age(span.version, span.oldest_kv)
-
-
-def _age(version: int, kv_from: int) -> int:
-    return min(max(0, version - kv_from), MAX_AGE)
+        yield key, span.start, span.end, min(max(0, span.version - span.oldest_kv), MAX_AGE)
 
 
 def _require_cover(where: str, spans: tuple[Span, ...], num_tokens: int) -> None:

@@ -1,6 +1,6 @@
 """Statistics per (version, replica), of bounded size."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,11 +20,6 @@ class Key(NamedTuple):
     adapter: str | None = None
     """The adapter that sampled them with that version of the model; None: none."""
     adapter_version: int | None = None
-
-    @property
-    def order(self) -> tuple[int, str, int, str]:
-        """Return what rows are sorted by."""
-        return self.version, self.adapter or "", self.adapter_version or 0, self.replica_id
 
 
 @dataclass
@@ -67,7 +62,6 @@ class VersionTable:
             entry.truncated_tokens += tokens
 
     def _entry(self, key: Key) -> Entry | None:
-        """Return the row of ``key``, created if necessary, or None if its version is older than all kept ones."""
         if self.is_too_old(key.version):
             return None
         if key.version not in self._versions:
@@ -85,7 +79,7 @@ class VersionTable:
         """Return one row per selected key, oldest version first."""
         return [
             entry.statistics.row(**key._asdict(), suspect_since=entry.suspect_since)
-            for key, entry in sorted(self._entries(), key=lambda item: item[0].order)
+            for key, entry in _sorted(self._entries())
             if wanted(key) and entry.statistics.sums.tokens
         ]
 
@@ -93,7 +87,7 @@ class VersionTable:
         """Return the separately counted tokens of the selected keys, oldest version first."""
         return [
             NotJudged(**key._asdict(), tokens=entry.truncated_tokens)
-            for key, entry in sorted(self._entries(), key=lambda item: item[0].order)
+            for key, entry in _sorted(self._entries())
             if wanted(key) and entry.truncated_tokens
         ]
 
@@ -135,9 +129,17 @@ class VersionTable:
                 into.suspect_since = min(since, default=None)
         return [
             entry.statistics.row(**key._asdict() | {"replica_id": None}, suspect_since=entry.suspect_since)
-            for key, entry in sorted(joined.items(), key=lambda item: item[0].order)
+            for key, entry in _sorted(joined.items())
         ]
 
     def _entries(self) -> Iterator[tuple[Key, Entry]]:
         for rows in self._versions.values():
             yield from rows.items()
+
+
+def _sorted(entries: Iterable[tuple[Key, Entry]]) -> list[tuple[Key, Entry]]:
+    def order(item: tuple[Key, Entry]) -> tuple[int, str, int, str]:
+        key, _ = item
+        return key.version, key.adapter or "", key.adapter_version or 0, key.replica_id
+
+    return sorted(entries, key=order)

@@ -214,8 +214,15 @@ def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[Array,
 
     Raises ValueError like ``apply``.
     """
+    size = nbytes // itemsize
     with _name_segment(segment.number):
-        return _decode(segment.encoded, nbytes // itemsize, UNSIGNED[itemsize])
+        count, planes = _inflate(segment.encoded, itemsize)
+        positions = _join_planes(planes[:GAP_PLANES], count, np.dtype("<i8"))
+        positions[1:] += 1
+        np.cumsum(positions, out=positions)
+        if positions[-1] >= size:
+            raise ValueError(f"its last change is at element {positions[-1]} of {size}")
+        return positions, _unzigzag(_join_planes(planes[GAP_PLANES:], count, UNSIGNED[itemsize]))
 
 
 @contextmanager
@@ -286,17 +293,6 @@ def _encoded_size(encoded: memoryview, nbytes: int, itemsize: int) -> int:
     if end > encoded.nbytes:
         raise ValueError(f"its planes have {sum(lengths)} bytes, and {encoded.nbytes - header.size} are there")
     return end
-
-
-def _decode(encoded: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """Return positions and differences in a changed segment of ``size`` elements. The caller has checked the header."""
-    count, planes = _inflate(encoded, dtype.itemsize)
-    positions = _join_planes(planes[:GAP_PLANES], count, np.dtype("<i8"))
-    positions[1:] += 1
-    np.cumsum(positions, out=positions)
-    if positions[-1] >= size:
-        raise ValueError(f"its last change is at element {positions[-1]} of {size}")
-    return positions, _unzigzag(_join_planes(planes[GAP_PLANES:], count, dtype))
 
 
 def _inflate(encoded: memoryview, itemsize: int) -> tuple[int, list[bytes]]:

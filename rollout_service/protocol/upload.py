@@ -275,11 +275,9 @@ class Announcement(Frozen):
 
     @model_validator(mode="after")
     def _delta_of_an_older_version(self) -> Self:
-        if self.delta is None:
-            return self
-        if self.source is not None:
+        if self.delta is not None and self.source is not None:
             raise ValueError("the changes of a delta come in parts: give tensors, and no source")
-        if self.version != NEXT and self.delta.base >= self.version:
+        if self.delta is not None and self.version != NEXT and self.delta.base >= self.version:
             raise ValueError(f"version {self.version} cannot be a delta of version {self.delta.base}: of an older one")
         return self
 

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from rollout_service.protocol.base import Failure, Frozen
-from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.mismatch import Suspicion
 
 VersionState = Literal["staged", "committed", "live"]
@@ -65,3 +65,23 @@ class WeightStatus(Frozen):
     suspect: tuple[Suspicion, ...] | None = None
     """Replicas on which its mismatch is above a threshold of ``monitor``; None: not requested, or the monitor is
     unavailable."""
+
+
+class ServiceState(Frozen):
+    """Snapshot of the service at one moment, which the ingest sends to the gateway for ``GET /metrics``."""
+
+    at: float
+    """Unix time in seconds."""
+    fleet: Fleet
+    versions: tuple[WeightStatus, ...]
+    """Versions on disk or staged, oldest first."""
+    committed_at: dict[int, float]
+    """Version → commit time, Unix time in seconds; also for versions no longer on disk."""
+    replicas_min: int
+    replicas_max: int
+    replica_starts: int
+    """Number of replicas that started since the ingest started."""
+    replica_failures: int
+    """Number of replicas that failed, or ended without draining."""
+    log_bytes: int
+    log_free_bytes: int

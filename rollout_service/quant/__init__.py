@@ -2,11 +2,10 @@
 
     quantizer.py        chooses an implementation by device
     blockwise.py        128×128 blocks: ``quantize_blockwise`` is the specification, in plain torch
-    channelwise.py      one scale for each output channel: the specification
     cuda.py, cpu.py     the same bytes from Triton and numba
-    formats.py          names, dtypes and shapes of codes and scales
+    formats.py          names, dtypes and shapes of codes and scales; the specification of channels
     digests.py, soundness.py, deferred_checks.py   checks on a GPU
-    fake_quant.py, engine_roundings.py, adapter_forwards.py      let a trainer compute as an engine does
+    fake_quant.py, engine_roundings.py, forwards.py   let a trainer compute as an engine does
 
 The ingest and trainers call ``Quantizer.quantize``.
 """

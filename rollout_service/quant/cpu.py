@@ -1,6 +1,6 @@
 """The quantizer on the CPU, compiled by numba. It reads each block or row twice while it is cached, and writes it once.
 
-Results are equal, bit for bit, to ``blockwise.quantize_blockwise`` and ``channelwise.quantize_channelwise``. It uses
+Results are equal, bit for bit, to ``blockwise.quantize_blockwise`` and ``formats.quantize_channelwise``. It uses
 IEEE division, then computes E4M3 by integer arithmetic on the quotient's bits, or INT8 from the bits of a sum whose
 last bit is worth 1. Every operation has a cast, because numba widens integers to 64 bits, which the compiler cannot
 vectorize.
@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout_service.quant import channelwise
 from rollout_service.quant.blockwise import BLOCK, CODES, scale_shape
+from rollout_service.quant.formats import channel_scale_shape
 from rollout_service.runtime.threads import io_threads
 
 _Array = npt.NDArray[np.generic]
@@ -41,12 +41,7 @@ def quantize_blocks_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> 
 
     A block that holds NaN or infinity gets the scale NaN: check the scales before using the codes.
     """
-    weight = weight.detach().to(torch.bfloat16).contiguous()
-    codes = torch.empty(weight.shape, dtype=CODES)
-    scales = torch.empty(scale_shape(tuple(weight.shape)), dtype=torch.float32)
-    arrays = weight.view(torch.uint16).numpy(), codes.view(torch.uint8).numpy(), scales.numpy()
-    list(_pool().map(lambda part: _quantize_block_rows(*part, power_of_two), _parts(_matrices(arrays))))
-    return codes, scales
+    return _quantize(weight, CODES, scale_shape(tuple(weight.shape)), _quantize_block_rows, power_of_two)
 
 
 def quantize_channels_cpu(weight: torch.Tensor, *, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,17 +51,24 @@ def quantize_channels_cpu(weight: torch.Tensor, *, dtype: torch.dtype) -> tuple[
 
     A row that holds NaN or infinity gets the scale NaN: check the scales before using the codes.
     """
+    shape = channel_scale_shape(tuple(weight.shape))
+    return _quantize(weight, dtype, shape, _quantize_channels, dtype.is_floating_point)
+
+
+def _quantize(
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    scale_shape: tuple[int, ...],
+    quantize_rows: Callable[..., None],
+    option: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     weight = weight.detach().to(torch.bfloat16).contiguous()
     codes = torch.empty(weight.shape, dtype=dtype)
-    scales = torch.empty(channelwise.scale_shape(tuple(weight.shape)), dtype=torch.float32)
+    scales = torch.empty(scale_shape, dtype=torch.float32)
     arrays = weight.view(torch.uint16).numpy(), codes.view(torch.uint8).numpy(), scales.numpy()
-    is_fp8 = dtype.is_floating_point
-    list(_pool().map(lambda part: _quantize_channels(*part, is_fp8), _parts(_matrices(arrays))))
+    matrices = [arrays] if weight.dim() == 2 else list(zip(*arrays, strict=True))
+    list(_pool().map(lambda part: quantize_rows(*part, option), _parts(matrices)))
     return codes, scales
-
-
-def _matrices(arrays: _Matrix) -> list[_Matrix]:
-    return [arrays] if arrays[0].ndim == 2 else list(zip(*arrays, strict=True))
 
 
 def _parts(matrices: list[_Matrix]) -> Iterator[tuple[_Array, _Array, _Array, int, int]]:

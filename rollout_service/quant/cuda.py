@@ -2,7 +2,7 @@
 
 For blockwise FP8 each program reads one 128×128 block once, and writes codes and scale. For channels it reads some
 whole rows twice, the second time from the cache. Results are equal, bit for bit, to ``blockwise.quantize_blockwise``
-and ``channelwise.quantize_channelwise``, at memory speed:
+and ``formats.quantize_channelwise``, at memory speed:
 
 - The maximum is taken over the BF16 bits as integers: exact, and packed two a register. NaN and infinity are the
   largest, so a bad weight shows in its block's scale without a separate check.
@@ -108,7 +108,9 @@ class GroupedQuantization:
             _require_fit(*each, form)
             for matrix in [each] if each[0].dim() == 2 else zip(*(stacked.unbind() for stacked in each), strict=True):
                 if matrix[2].numel():
-                    groups[_layout(matrix[0], matrix[1])].append(matrix)
+                    weight, address = matrix[0], matrix[1].data_ptr()
+                    layout = layout_of(weight.shape, weight.stride(), weight.dtype, weight.data_ptr(), address)
+                    groups[layout].append(matrix)
         self._launches = _prepare(
             [
                 (layout, group[start : start + MAX_MATRICES])
@@ -152,10 +154,7 @@ class GroupedQuantization:
     def run(self) -> None:
         """Queue the kernels on the current stream."""
         for launch in self._launches:
-            if self._form.in_blocks:
-                _run(launch, self._power_of_two)
-            else:
-                _run_channels(launch, is_fp8=self._form.dtype.is_floating_point)
+            _run(launch, self._form, self._power_of_two)
 
 
 def _require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, form: WeightFormat) -> None:
@@ -175,10 +174,6 @@ def _require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
         raise ValueError("codes and scales must be contiguous")
     if not weight.device == codes.device == scales.device:
         raise ValueError(f"weight, codes and scales lie on {weight.device}, {codes.device} and {scales.device}")
-
-
-def _layout(weight: torch.Tensor, codes: torch.Tensor) -> Layout:
-    return layout_of(weight.shape, weight.stride(), weight.dtype, weight.data_ptr(), codes.data_ptr())
 
 
 def layout_of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, address: int, codes: int) -> Layout:
@@ -221,39 +216,21 @@ def _prepare(groups: Sequence[tuple[Layout, list[_Matrix]]]) -> list[_Launch]:
     return launches
 
 
-def _run(launch: _Launch, power_of_two: bool) -> None:
+def _run(launch: _Launch, form: WeightFormat, power_of_two: bool) -> None:
     layout = launch.layout
-    grid = (triton.cdiv(layout.rows, BLOCK) * triton.cdiv(layout.columns, BLOCK), launch.matrices)
-    quantize_blocks[grid](
-        *launch.arguments,
-        layout.rows,
-        layout.columns,
-        layout.row_stride,
-        layout.column_stride,
-        DTYPE=_DTYPES[layout.dtype],
-        GROUPED=launch.is_grouped,
-        WHOLE=layout.whole,
-        POWER_OF_TWO=power_of_two,
-        INTERPRETED=triton.knobs.runtime.interpret,
-        **LAUNCH_OPTIONS,
-    )
-
-
-def _run_channels(launch: _Launch, *, is_fp8: bool) -> None:
-    layout = launch.layout
-    quantize_rows[(triton.cdiv(layout.rows, _ROWS), launch.matrices)](
-        *launch.arguments,
-        layout.rows,
-        layout.columns,
-        layout.row_stride,
-        layout.column_stride,
-        DTYPE=_DTYPES[layout.dtype],
-        GROUPED=launch.is_grouped,
-        FP8=is_fp8,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        INTERPRETED=triton.knobs.runtime.interpret,
-    )
+    matrices = (*launch.arguments, layout.rows, layout.columns, layout.row_stride, layout.column_stride)
+    common = {
+        "DTYPE": _DTYPES[layout.dtype],
+        "GROUPED": launch.is_grouped,
+        "INTERPRETED": triton.knobs.runtime.interpret,
+    }
+    if form.in_blocks:
+        grid = (triton.cdiv(layout.rows, BLOCK) * triton.cdiv(layout.columns, BLOCK), launch.matrices)
+        quantize_blocks[grid](*matrices, **common, WHOLE=layout.whole, POWER_OF_TWO=power_of_two, **LAUNCH_OPTIONS)
+    else:
+        is_fp8 = form.dtype.is_floating_point
+        grid = (triton.cdiv(layout.rows, _ROWS), launch.matrices)
+        quantize_rows[grid](*matrices, **common, FP8=is_fp8, ROWS=_ROWS, COLUMNS=_COLUMNS)
 
 
 @triton.jit

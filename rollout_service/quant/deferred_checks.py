@@ -3,20 +3,18 @@
 While a thread waits, it cannot queue work.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from rollout_service.gpu.streams import queue_to_host, record_waiter
-
-_Asked = tuple[torch.Tensor, Callable[[], object]]
 
 
 class DeferredChecks:
     """Deferred checks of one thread, of tensors on any devices."""
 
     def __init__(self) -> None:
-        self._asked: list[_Asked] = []
+        self._asked: list[tuple[torch.Tensor, Callable[[], object]]] = []
 
     def add(self, is_sound: torch.Tensor, complain: Callable[[], object]) -> None:
         """Add a check. ``is_sound``: bool [], computed by the current stream. If it is False, ``complain`` raises the
@@ -46,7 +44,10 @@ class DeferredChecks:
                 wait()
                 for number, is_sound in zip(numbers, on_host.tolist(), strict=True):
                     sound[number] = is_sound
-            _require(asked, sound)
+            for is_sound, (_, complain) in zip(sound, asked, strict=True):
+                if not is_sound:
+                    complain()
+                    raise RuntimeError("a GPU found a number that may not be, and did not find it again: report this")
 
         return require
 
@@ -54,10 +55,3 @@ class DeferredChecks:
         """Collect the checks, wait for them, and raise the error of the first failed one."""
         if self._asked:
             self.collect()()
-
-
-def _require(asked: Sequence[_Asked], sound: Sequence[bool]) -> None:
-    for is_sound, (_, complain) in zip(sound, asked, strict=True):
-        if not is_sound:
-            complain()
-            raise RuntimeError("a GPU found a number that may not be, and did not find it again: report this")

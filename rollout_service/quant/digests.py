@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -73,21 +73,12 @@ class Hashing:
 
     ``groups``: each has ranges, or int64 [runs, 2] of their addresses and sizes. ``device``: the CPU in Triton's
     interpreter. Raises RuntimeError if the kernel's results differ from xxhash on the device, which is tested once per
-    process.
+    process; ``is_tried``: this is the test itself.
     """
 
-    def __init__(self, groups: Sequence[Runs], device: torch.device) -> None:
-        require_equal_digests(device)
-        self._prepare(groups, device)
-
-    @classmethod
-    def untried(cls, groups: Sequence[Runs], device: torch.device) -> Self:
-        """Create one without testing the kernel."""
-        made = cls.__new__(cls)
-        made._prepare(groups, device)
-        return made
-
-    def _prepare(self, groups: Sequence[Runs], device: torch.device) -> None:
+    def __init__(self, groups: Sequence[Runs], device: torch.device, *, is_tried: bool = False) -> None:
+        if not is_tried:
+            _require_equal_digests(device)
         of_groups = [np.asarray(group, np.int64).reshape(-1, 2) for group in groups]
         runs = np.concatenate(of_groups) if of_groups else np.empty((0, 2), np.int64)
         self._lengths = runs[:, 1].astype(np.uint64)
@@ -163,7 +154,7 @@ _trying = threading.Lock()
 _tried: set[torch.device] = set()
 
 
-def require_equal_digests(device: torch.device) -> None:
+def _require_equal_digests(device: torch.device) -> None:
     """Raise RuntimeError if the kernel's results differ from xxhash on ``device``. Tested once per process."""
     with _trying:
         if device in _tried:
@@ -172,7 +163,8 @@ def require_equal_digests(device: torch.device) -> None:
         there = torch.from_numpy(data).to(device)
         places = [(0, 20_000), (8, 1024), (16, 1025), (3, 4096), (7, 241), (5, 10_000), (9, 12)]
         held = [data[start : start + nbytes].data for start, nbytes in places]
-        hashing = Hashing.untried([[Run(there.data_ptr() + start, nbytes) for start, nbytes in places]], device)
+        runs = [Run(there.data_ptr() + start, nbytes) for start, nbytes in places]
+        hashing = Hashing([runs], device, is_tried=True)
         hashing.queue(0)
         if hashing.read(held.__getitem__) != b"".join(map(xxhash.xxh3_128_digest, held)):
             raise RuntimeError(f"the kernel that hashes on {device} does not give the digests of xxhash: report this")

@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from threading import Lock
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -49,8 +49,7 @@ from rollout_service.compat.transformers_internals import (
     registered_attention,
 )
 from rollout_service.protocol.upload import Kernels, TrainerRecipe
-from rollout_service.quant.adapter_forwards import adapter_forwards
-from rollout_service.quant.forwards import Forward, Forwards
+from rollout_service.quant.forwards import Forward, Forwards, adapter_forwards
 
 logger = logging.getLogger(__name__)
 
@@ -65,30 +64,29 @@ _FUSED_EPSILONS = (1e-5, 1e-6)
 _Rounds = Literal["never", "once", "twice"]
 
 
-class EngineRoundings:
-    """A model that rounds like the engines, until ``remove()`` or the end of a ``with`` block."""
+class EngineRoundings(Forwards):
+    """A model that rounds like the engines."""
 
     def __init__(
-        self, forwards: Forwards, kernel: str, attention: Collection[nn.Module], fused: Mapping[nn.Module, Fused]
+        self,
+        forwards: Mapping[nn.Module, Forward],
+        kernel: str,
+        attention: Collection[nn.Module],
+        fused: Mapping[nn.Module, Fused],
     ) -> None:
+        super().__init__(forwards)
         self.fused = fused
         """Linear layers whose inputs the engine quantizes in the kernel of the step before. The step before
         ``activation`` returns fp32."""
-        self._forwards, self._kernel, self._attention = forwards, kernel, attention
+        self._kernel, self._attention = kernel, attention
         _attention.enter(kernel, attention)
 
     def remove(self) -> None:
-        """Restore the model's own computation; may be called again. Raises RuntimeError as ``Forwards.remove`` does."""
-        self._forwards.remove()
+        """Restore the model's own computation, as ``Forwards.remove`` does."""
+        super().remove()
         if self._attention:
             _attention.leave(self._kernel, self._attention)
             self._attention = ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def refuse_fp8_cache(recipe: TrainerRecipe | None) -> None:
@@ -161,8 +159,16 @@ def engine_roundings(
         backbone.norm: _norm_forward(backbone.norm, kernels, fuses=False),
     }
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        forwards |= _forwards_of_layer(layer, following, kernels, fused)
-    return EngineRoundings(Forwards(forwards), attention_kernel(inner), [layer.self_attn for layer in layers], fused)
+        first, second = layer.self_attn.q_proj in fused, getattr(layer.mlp, "gate_proj", None) in fused
+        is_written = second or (following is not None and following.self_attn.q_proj in fused)
+        forwards |= {
+            layer: _layer_forward(layer, rounds_residual=kernels != "cuda_compiled" or is_written),
+            layer.input_layernorm: _norm_forward(layer.input_layernorm, kernels, fuses=first),
+            layer.post_attention_layernorm: _norm_forward(layer.post_attention_layernorm, kernels, fuses=second),
+        }
+        if kernels != "cpu":
+            forwards |= _forwards_on_a_gpu(layer, kernels, fused)
+    return EngineRoundings(forwards, attention_kernel(inner), [layer.self_attn for layer in layers], fused)
 
 
 def _fused_quantization(layer: Any, quantized: Collection[nn.Module]) -> dict[nn.Module, Fused]:
@@ -182,26 +188,12 @@ def _fused_quantization(layer: Any, quantized: Collection[nn.Module]) -> dict[nn
     return fused
 
 
-def _forwards_of_layer(
-    layer: Any, following: Any, kernels: Kernels, fused: Mapping[nn.Module, Fused]
-) -> dict[nn.Module, Forward]:
-    """Return the forward passes of a decoder layer and its parts. ``following``: the next layer, if any."""
-    first, second = layer.self_attn.q_proj in fused, getattr(layer.mlp, "gate_proj", None) in fused
-    is_written = second or (following is not None and following.self_attn.q_proj in fused)
-    forwards: dict[nn.Module, Forward] = {
-        layer: _layer_forward(layer, rounds_residual=kernels != "cuda_compiled" or is_written),
-        layer.input_layernorm: _norm_forward(layer.input_layernorm, kernels, fuses=first),
-        layer.post_attention_layernorm: _norm_forward(layer.post_attention_layernorm, kernels, fuses=second),
-    }
-    return forwards if kernels == "cpu" else forwards | _forwards_on_a_gpu(layer, kernels, fused)
-
-
 def _is_known(layer: nn.Module) -> bool:
     # check all base classes: FSDP2 inserts a class of its own with another name
     return any(cls.__name__ in KNOWN_LAYERS for cls in type(layer).__mro__)
 
 
-def _result_dtype(like: torch.Tensor) -> torch.dtype:
+def result_dtype(like: torch.Tensor) -> torch.dtype:
     """Return the dtype to which results are rounded: that of autocast, or of a parameter or input."""
     kind = like.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
@@ -213,7 +205,7 @@ def _rotary_forward(rotary: nn.Module) -> Forward:
     def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         # in fp32, so that products with them are: ``_rounding_attention`` rounds the rotated queries and keys
         cos, sin = own(hidden, *args, **kwargs)
-        return cos.to(_result_dtype(hidden)).float(), sin.to(_result_dtype(hidden)).float()
+        return cos.to(result_dtype(hidden)).float(), sin.to(result_dtype(hidden)).float()
 
     return forward
 
@@ -226,7 +218,7 @@ def _norm_forward(norm: Any, kernels: Kernels, *, fuses: bool) -> Forward:
 
 def _rms_norm(norm: Any, rounds: _Rounds, *, rounds_input: bool) -> Forward:
     def forward(summed: torch.Tensor) -> torch.Tensor:
-        rounded = _result_dtype(norm.weight)
+        rounded = result_dtype(norm.weight)
         if rounds_input:
             summed = summed.to(rounded)
         summed = summed.float()
@@ -277,7 +269,7 @@ def _mlp_forward(mlp: Any, *, quantizes: bool) -> Forward:
     """Return the forward pass of a compiled SwiGLU. ``quantizes``: its kernel also quantizes, from fp32."""
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        rounded = _result_dtype(mlp.gate_proj.weight)
+        rounded = result_dtype(mlp.gate_proj.weight)
         gate, up = (layer(hidden).to(rounded).float() for layer in (mlp.gate_proj, mlp.up_proj))
         gated = silu_and_mul(gate, up) if quantizes else (mlp.act_fn(gate) * up).to(rounded)
         made: torch.Tensor = mlp.down_proj(gated)
@@ -296,7 +288,7 @@ def _layer_forward(layer: Any, *, rounds_residual: bool) -> Forward:
     """Return the forward pass of a decoder layer. ``rounds_residual``: round the one between attention and MLP."""
 
     def forward(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        rounded = _result_dtype(layer.input_layernorm.weight)
+        rounded = result_dtype(layer.input_layernorm.weight)
         attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
         summed = hidden_states.to(rounded).float() + attended.float()
         fed = layer.mlp(layer.post_attention_layernorm(summed))
@@ -346,7 +338,7 @@ def _rounding_attention(own: AttentionFunction | None, rounding: Mapping[nn.Modu
             raise ValueError(f"{type(module).__name__} has no eager attention: load it with attn_implementation='sdpa'")
         if not rounding.get(module):
             return attend(module, query, key, value, *args, **kwargs)
-        rounded = _result_dtype(module.o_proj.weight)
+        rounded = result_dtype(module.o_proj.weight)
         query, key, value = query.to(rounded), key.to(rounded), value.to(rounded)
         if query.device.type != "cpu":
             return attend(module, query, key, value, *args, **kwargs)

@@ -15,9 +15,10 @@ without this: input and weight, which are quantized again.
 import functools
 import logging
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,7 +27,6 @@ from torch.nn.functional import linear
 from rollout_service.compat.transformers_internals import is_silu
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.upload import Kernels, TrainerRecipe
-from rollout_service.quant.adapter_forwards import adapter_forwards
 from rollout_service.quant.blockwise import BLOCK, CODES, E4M3_MAX, dequantize_blockwise
 from rollout_service.quant.engine_roundings import (
     EngineRoundings,
@@ -34,9 +34,10 @@ from rollout_service.quant.engine_roundings import (
     engine_roundings,
     kernels_of,
     refuse_fp8_cache,
+    result_dtype,
     silu_and_mul,
 )
-from rollout_service.quant.forwards import Forward, Forwards
+from rollout_service.quant.forwards import Forward, Forwards, adapter_forwards
 from rollout_service.quant.quantizer import Quantizer
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ _STACKED = {"gate_up_proj", "down_proj"}
 _WRAPPERS = re.compile(
     r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|base_model\.model\.|base_layer\.|^module\."
 )
+"""Parts of a parameter's name that wrappers add."""
 _GROUP_FLOOR = 1e-10
 _FUSED_SCALE_FLOOR = 1 / (E4M3_MAX * 512)
 """Minimum scale of vLLM's kernels with fused quantization (its ``min_scaling_factor``)."""
@@ -54,30 +56,21 @@ Products = Literal["fp8", "bf16", "fp32"]
 """Arithmetic of products: on a GPU's FP8 tensor cores like engines, in the trainer's dtype, or in fp32."""
 
 
-class FakeQuant:
-    """Layers of a model that compute in FP8 until ``remove()``, or the end of a ``with`` block."""
+class FakeQuant(Forwards):
+    """Layers of a model that compute in FP8."""
 
     def __init__(self, forwards: dict[nn.Module, Forward], roundings: EngineRoundings | None) -> None:
+        super().__init__(forwards)
         self.layers = tuple(forwards)
         """Linear layers, modules that hold a layer's experts, and PEFT's layers with adapters."""
         self.roundings = roundings
         """The roundings of the engines; None: the model rounds as in transformers."""
-        self._forwards = Forwards(forwards)
 
     def remove(self) -> None:
-        """Restore the layers' own computation; may be called again.
-
-        Raises RuntimeError if a layer's forward has been replaced again since.
-        """
-        self._forwards.remove()
+        """Restore the layers' own computation, as ``Forwards.remove`` does, and then their roundings."""
+        super().remove()
         if self.roundings is not None:
             self.roundings.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def fake_quant(
@@ -123,9 +116,13 @@ def fake_quant(
     arithmetic = _Arithmetic(quantizer, kernels, _products_of(model, kernels, products))
     modules = {name: model.get_submodule(name) for name in held}
     with ExitStack() as undone:
-        rounding = _roundings_of(model, recipe, kernels, set(modules.values())) if roundings else None
-        if rounding is not None:
-            undone.callback(rounding.remove)
+        rounding: EngineRoundings | None = None
+        if roundings:
+            try:
+                rounding = engine_roundings(model, recipe, kernels=kernels, quantized=set(modules.values()))
+                undone.callback(rounding.remove)
+            except ValueError as error:
+                logger.warning("%s: the trainer's logprobs will be further from the engines'", error)
         fused = {} if rounding is None else rounding.fused
         forwards = adapter_forwards(model) if rounding is None else {}
         for name, module in modules.items():
@@ -140,7 +137,7 @@ def _quantized_parameters(model: nn.Module, recipe: TrainerRecipe) -> dict[str, 
     held: dict[str, set[str]] = {}
     missing = set(recipe.quantized)
     for name, parameter in model.named_parameters():
-        stored = [piece.name for piece in pieces(_unwrapped_name(name), tuple(parameter.shape), recipe.experts)]
+        stored = [piece.name for piece in pieces(_WRAPPERS.sub("", name), tuple(parameter.shape), recipe.experts)]
         here = missing.intersection(stored)
         if 0 < len(here) < len(stored):
             raise ValueError(
@@ -177,16 +174,9 @@ expert's weight."""
 
 @dataclass(frozen=True)
 class _Arithmetic:
-    """The arithmetic of layers."""
-
     quantizer: Quantizer
     kernels: Kernels
     products: Products
-
-    def product(self, hidden: torch.Tensor, weight: torch.Tensor, kernel: _Kernel) -> torch.Tensor:
-        """Return ``input @ weightᵀ`` of the quantized input and weight."""
-        made: torch.Tensor = _Product.apply(hidden, weight, self, kernel)  # type: ignore[no-untyped-call]
-        return made
 
 
 def _products_of(model: nn.Module, kernels: Kernels, wanted: Products | None) -> Products:
@@ -203,21 +193,6 @@ def _products_of(model: nn.Module, kernels: Kernels, wanted: Products | None) ->
     if device.type == "cpu" or kernels == "cpu":
         return "fp32"
     return "fp8" if capability[0] == _HOPPER else "bf16"
-
-
-def _roundings_of(
-    model: nn.Module, recipe: TrainerRecipe, kernels: Kernels, quantized: set[nn.Module]
-) -> EngineRoundings | None:
-    try:
-        return engine_roundings(model, recipe, kernels=kernels, quantized=quantized)
-    except ValueError as error:
-        logger.warning("%s: the trainer's logprobs will be further from the engines'", error)
-        return None
-
-
-def _unwrapped_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of wrappers."""
-    return _WRAPPERS.sub("", name)
 
 
 def _forward_of(module: nn.Module, name: str, held: set[str], arithmetic: _Arithmetic, fused: Fused | None) -> Forward:
@@ -238,8 +213,8 @@ def _linear_forward(
     kernel = _Kernel(fused=fused)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        made = arithmetic.product(hidden, module.weight, kernel)
-        rounded = _result_dtype(module.weight)
+        made = _product(hidden, module.weight, arithmetic, kernel)
+        rounded = result_dtype(module.weight)
         if arithmetic.kernels != "cpu":
             made = made.to(rounded)  # vLLM adds the bias to the rounded result of CUTLASS
         if module.bias is not None:
@@ -257,21 +232,21 @@ def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
     def forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         # unbind once: the gradient of each indexed expert would be as large as all of them
         gates_ups, downs = module.gate_up_proj.unbind(), module.down_proj.unbind()
-        rounded = _result_dtype(hidden)
+        rounded = result_dtype(hidden)
         if on_cpu:  # vLLM's router for the CPU rounds them, its kernel for CUDA does not
             top_k_weights = top_k_weights.to(rounded)
         places, made = [hidden.new_zeros(0, dtype=torch.int64)], [hidden.new_zeros(0, hidden.shape[1]).float()]
         for expert, (gate_up, down) in enumerate(zip(gates_ups, downs, strict=True)):
             token, place = (top_k_index == expert).nonzero(as_tuple=True)
             if len(token):
-                both = arithmetic.product(hidden[token], gate_up, _OF_EXPERTS).to(rounded).float()
+                both = _product(hidden[token], gate_up, arithmetic, _OF_EXPERTS).to(rounded).float()
                 gate, up = both.chunk(2, dim=-1)
                 if on_cpu:  # ``CpuBlockMoEMethod``
                     gated = (module.act_fn(gate) * up).to(rounded)
-                    output = arithmetic.product(gated, down, _OF_EXPERTS).float()
+                    output = _product(gated, down, arithmetic, _OF_EXPERTS).float()
                 else:
                     gated = _gate_on_gpu(module.act_fn, gate, up, rounded)
-                    output = arithmetic.product(gated, down, _SECOND_OF_EXPERTS)
+                    output = _product(gated, down, arithmetic, _SECOND_OF_EXPERTS)
                 output = output * top_k_weights[token, place, None]
                 made.append(output if on_cpu else output.to(rounded).float())
                 places.append(token * top_k_index.shape[1] + place)
@@ -294,12 +269,6 @@ def _gate_on_gpu(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor, ro
     return gated
 
 
-def _result_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a layer's result: that of autocast, or of its input."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
 class _Product(torch.autograd.Function):
     """``input @ weightᵀ`` of the quantized input [..., K] and weight [N, K]."""
 
@@ -308,7 +277,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, arithmetic: _Arithmetic, kernel: _Kernel
     ) -> torch.Tensor:
         ctx.quantizer, ctx.kernel = arithmetic.quantizer, kernel
-        ctx.computed = torch.float32 if arithmetic.products == "fp32" else _result_dtype(weight)
+        ctx.computed = torch.float32 if arithmetic.products == "fp32" else result_dtype(weight)
         ctx.save_for_backward(hidden, weight)
         if arithmetic.products == "fp8":
             return _in_fp8(hidden, weight, arithmetic.quantizer, ctx.computed, kernel)
@@ -328,6 +297,9 @@ class _Product(torch.autograd.Function):
             inputs = through_groups(hidden, fused=ctx.kernel.fused).to(ctx.computed)
             of_weight = (gradient.flatten(0, -2).T @ inputs.flatten(0, -2)).to(weight.dtype)
         return of_hidden, of_weight, None, None
+
+
+_product: Callable[..., torch.Tensor] = _Product.apply
 
 
 def _in_fp8(

@@ -3,8 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from typing import Literal
 
@@ -21,6 +20,8 @@ logger = logging.getLogger(__name__)
 Device = Literal["auto", "cpu", "cuda"]
 Named = tuple[str, torch.Tensor]
 Quantized = tuple[torch.Tensor, torch.Tensor]
+_CODES_ALIGNMENT = 16
+"""The kernel stores 16 codes at a time."""
 
 
 class Quantizer:
@@ -34,12 +35,8 @@ class Quantizer:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is cuda, but torch sees no GPU here: give this process one, or use auto")
         self._power_of_two, self._form = power_of_two, form
-        self._cpu_weights_to_gpu = device != "cpu" and torch.cuda.is_available()
-
-    @property
-    def uses_gpu(self) -> bool:
-        """Return True if weights on the CPU are quantized on a GPU."""
-        return self._cpu_weights_to_gpu
+        self.uses_gpu = device != "cpu" and torch.cuda.is_available()
+        """True if weights on the CPU are quantized on a GPU."""
 
     def quantize(
         self,
@@ -62,7 +59,7 @@ class Quantizer:
         if not weights:
             return []
         device = weights[0][1].device
-        if device.type != "cuda" and not self._cpu_weights_to_gpu:
+        if device.type != "cuda" and not self.uses_gpu:
             return [self._on_cpu(name, weight) for name, weight in weights]
         gpu = device if device.type == "cuda" else torch.device("cuda", 0)
         to_cpu = to_cpu or (device.type != "cuda" and not left_on_gpu)
@@ -88,24 +85,26 @@ class Quantizer:
                 for _, weight in weights
             ]
             shapes = [tuple(weight.shape) for weight in sources]
-            codes = _Bucket.of(shapes, self._form.dtype, gpu, align=16)  # the kernel stores 16 bytes at a time
-            scales = _Bucket.of([self._form.scale_shape(shape) for shape in shapes], torch.float32, gpu)
-            made = codes.views(), scales.views()
+            scale_shapes = [self._form.scale_shape(shape) for shape in shapes]
+            codes = _allocated(shapes, self._form.dtype, gpu, _CODES_ALIGNMENT)
+            scales = _allocated(scale_shapes, torch.float32, gpu)
+            made = _views(codes, shapes, _CODES_ALIGNMENT), _views(scales, scale_shapes)
             GroupedQuantization(sources, *made, power_of_two=self._power_of_two, form=self._form).run()
-            finite = _are_finite(scales.storage)
+            finite = _are_finite(scales)
             if later is not None:
                 later.add(finite, lambda: _require_all_finite(weights))
                 return list(zip(*made, strict=True))
             if to_cpu:
-                codes, scales = codes.cpu(), scales.cpu()
+                codes, scales = _to_cpu(codes), _to_cpu(scales)
+                made = _views(codes, shapes, _CODES_ALIGNMENT), _views(scales, scale_shapes)
             else:
-                for bucket in (codes, scales):
-                    bucket.storage.record_stream(callers)  # allocated on our stream, and read on the caller's
+                for storage in (codes, scales):
+                    storage.record_stream(callers)  # allocated on our stream, and read on the caller's
             sound = bool(finite)
             stream.synchronize()
         if not sound:
             _require_all_finite(weights)
-        return list(zip(codes.views(), scales.views(), strict=True))
+        return list(zip(*made, strict=True))
 
 
 def _are_finite(scales: torch.Tensor) -> torch.Tensor:
@@ -119,30 +118,21 @@ def _require_all_finite(weights: Sequence[Named]) -> None:
         require_finite(weight, name)
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    """One allocation for many tensors."""
+def _allocated(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, align: int = 1
+) -> torch.Tensor:
+    """Allocate tensors of these shapes together. ``align``: alignment of each, in elements."""
+    return torch.empty(sum(_padded_size(shape, align) for shape in shapes), dtype=dtype, device=device)
 
-    storage: torch.Tensor
-    shapes: tuple[tuple[int, ...], ...]
-    align: int
-    """Alignment of each tensor, in elements."""
 
-    @classmethod
-    def of(
-        cls, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, align: int = 1
-    ) -> "_Bucket":
-        length = sum(_padded_size(shape, align) for shape in shapes)
-        return cls(torch.empty(length, dtype=dtype, device=device), tuple(shapes), align)
+def _views(storage: torch.Tensor, shapes: Sequence[tuple[int, ...]], align: int = 1) -> list[torch.Tensor]:
+    starts = accumulate((_padded_size(shape, align) for shape in shapes), initial=0)
+    return [view_at(storage, start, shape) for start, shape in zip(starts, shapes, strict=False)]
 
-    def cpu(self) -> "_Bucket":
-        """Queue the copy on the current stream."""
-        storage = torch.empty_like(self.storage, device="cpu", pin_memory=True)
-        return replace(self, storage=storage.copy_(self.storage, non_blocking=True))
 
-    def views(self) -> list[torch.Tensor]:
-        starts = accumulate((_padded_size(shape, self.align) for shape in self.shapes), initial=0)
-        return [view_at(self.storage, start, shape) for start, shape in zip(starts, self.shapes, strict=False)]
+def _to_cpu(storage: torch.Tensor) -> torch.Tensor:
+    """Queue the copy on the current stream."""
+    return torch.empty_like(storage, device="cpu", pin_memory=True).copy_(storage, non_blocking=True)
 
 
 def _pin(weight: torch.Tensor) -> torch.Tensor:
@@ -165,9 +155,9 @@ def _cpu_quantizer(form: WeightFormat) -> Callable[[torch.Tensor, bool], Quantiz
         if error.name != "numba":
             raise
         logger.warning("numba is not installed: weights on the CPU are quantized by plain torch, 50 times slower")
-        if not form.in_blocks:
-            return lambda weight, _: form.quantize(weight)
-        return lambda weight, power_of_two: form.quantize(weight, power_of_two=power_of_two)
-    if not form.in_blocks:
-        return lambda weight, _: quantize_channels_cpu(weight, dtype=form.dtype)
-    return lambda weight, power_of_two: quantize_blocks_cpu(weight, power_of_two=power_of_two)
+        blocks, channels = form.quantize, form.quantize
+    else:
+        blocks, channels = quantize_blocks_cpu, partial(quantize_channels_cpu, dtype=form.dtype)
+    if form.in_blocks:
+        return lambda weight, power_of_two: blocks(weight, power_of_two=power_of_two)
+    return lambda weight, _: channels(weight)

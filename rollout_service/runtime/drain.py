@@ -25,11 +25,6 @@ _FOR_WORK = 2 / 3
 _EXIT_STATUS = 128 + signal.SIGTERM
 
 
-def work_s(drain_timeout_s: float) -> float:
-    """Return the time in seconds that running work may continue, of a process's whole drain time."""
-    return drain_timeout_s * _FOR_WORK
-
-
 async def _do_nothing() -> None:
     """Default work of a drain: nothing but the open calls."""
 
@@ -44,7 +39,7 @@ class Drain:
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """``timeout_s``: time from the signal to the end of the process. ``clock``: in seconds."""
-        self.work_s = work_s(timeout_s)
+        self.work_s = timeout_s * _FOR_WORK
         """Time in seconds that running work may continue."""
         self.ending_s = timeout_s - self.work_s
         """Time in seconds after that for replies and engine processes."""

@@ -35,7 +35,6 @@ from rollout_service.protocol.progress import ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.protocol.sessions import Message, OpenSession, Prefix, SessionSnapshot, Turn
-from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.upload import (
     Announcement,
     CommitUpload,
@@ -48,7 +47,7 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.protocol.weight_log import DesiredState, Head, LogFile, Newest
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
-from rollout_service.protocol.weights import TensorDigests, WeightStatus
+from rollout_service.protocol.weights import ServiceState, TensorDigests, WeightStatus
 from rollout_service.runtime.placements import PLACEMENTS, Placements
 from rollout_service.tracing import only_the_trace, step_of_trace
 

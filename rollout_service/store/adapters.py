@@ -8,6 +8,7 @@ A version exists if ADAPTERS names it. The ingest writes; replicas read and comp
 the folders of its copies at the same place below the root of its copies.
 """
 
+import hashlib
 import logging
 import os
 import shutil
@@ -33,7 +34,6 @@ from rollout_service.store.durable_io import (
 logger = logging.getLogger(__name__)
 
 ADAPTER_FILES = (CONFIG_FILE, TENSORS_FILE)
-_PIECE_BYTES = 1 << 20
 
 
 class _Index(Frozen):
@@ -140,11 +140,8 @@ def digest_of(folder: Path) -> str:
 
 def tensors_digest(folder: Path) -> str:
     """Return xxh3-128 of an adapter's tensors' file, in hex. Raises OSError."""
-    hasher = xxhash.xxh3_128()
     with (folder / TENSORS_FILE).open("rb") as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            hasher.update(piece)
-    return hasher.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def adapter_digest(config: bytes, tensors: str) -> str:

@@ -85,9 +85,9 @@ def lock_shared(folder: Path) -> int:
     return fd
 
 
-def is_unlocked(folder: Path) -> bool:
-    """Return True if no process holds a lock on a folder. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY)
+def is_unlocked(path: Path) -> bool:
+    """Return True if no process holds a lock on a folder or file. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -125,8 +125,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def write_synced(path: Path, text: str | bytes) -> None:
-    """Write ``text`` and return once it is on disk. A new file is readable for this user only; links are not
-    followed."""
+    """Write ``text`` and return once it is on disk. A new file is private to this user; links are not followed."""
     with open(path, "wb", opener=_private) as stream:
         stream.write(text.encode() if isinstance(text, str) else text)
         stream.flush()

@@ -6,7 +6,7 @@ disk prevents that, the next process reads the missing labels from the manifests
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rollout_service.errors import LogCorrupt, LogUnreadable, NotFound
 from rollout_service.store.log import KnownLabels, WeightLog
@@ -26,8 +26,7 @@ class VersionLabels:
         self._versions: dict[str, int] = {}
 
     def load(self) -> None:
-        """Load the log's labels. A version that cannot be read only loses its label. Raises LogCorrupt, or
-        LogUnreadable for LATEST and LABELS."""
+        """Load the log's labels. A version that cannot be read loses its label. Raises LogCorrupt, LogUnreadable."""
         head = self._log.head()
         newest = -1 if head is None else head.version
         try:
@@ -65,21 +64,29 @@ class VersionLabels:
         return version if isinstance(version, int) else self._versions.get(version)
 
     def number_of(self, version: int | str) -> int:
-        """Return the newest version with a label; a number is returned unchanged. Raises NotFound, with the newest
-        labels."""
-        if isinstance(version, int):
-            return version
+        """Return the newest version with a label, or a number unchanged. Raises NotFound, with the newest labels."""
         versions = self._versions
-        if version not in versions:
-            newest = sorted(versions, key=versions.__getitem__, reverse=True)[:_NAMED]
-            raise NotFound(
-                f"no version has the label {version!r}; the newest labels are {', '.join(newest) or 'none'}: give a "
-                "number, or push a version with that label",
-                {"label": version, "labels": newest},
-            )
-        return versions[version]
+        if (found := self.find(version)) is not None:
+            return found
+        newest = sorted(versions, key=versions.__getitem__, reverse=True)[:_NAMED]
+        raise NotFound(
+            f"no version has the label {version!r}; the newest labels are {', '.join(newest) or 'none'}: give a "
+            "number, or push a version with that label",
+            {"label": version, "labels": newest},
+        )
 
     def spelled(self, versions: Iterable[int]) -> str:
         """Format versions for messages: numbers, each with its label."""
         labels = {number: label for label, number in self._versions.items()}
         return ", ".join(f"{number} ({labels[number]})" if number in labels else str(number) for number in versions)
+
+
+def require_kept(kept: Sequence[int], version: int, labels: VersionLabels) -> None:
+    """Raise NotFound, with the kept versions, if ``version`` is not in ``kept``, which is in order."""
+    if version not in kept:
+        raise NotFound(
+            f"version {labels.spelled([version])} cannot be made the newest again, because it is not in the log "
+            f"{'any more' if kept and version < kept[-1] else 'yet'}: kept are {labels.spelled(kept)}. "
+            "weights.keep_versions says how many stay; push older weights as a new version",
+            {"version": version, "versions": kept},
+        )

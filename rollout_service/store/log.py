@@ -21,6 +21,7 @@ than LATEST is left over from a crash between the two renames, and counts as not
 import errno
 import os
 import re
+import shutil
 import threading
 import uuid
 from collections.abc import Callable
@@ -36,7 +37,9 @@ from rollout_service.protocol.fleet import KVCacheChoice, PauseMode
 from rollout_service.protocol.weight_log import Control, Head, Origin
 from rollout_service.runtime.threads import in_threads
 from rollout_service.store.durable_io import (
+    DISK_FULL,
     make_private,
+    no_room,
     read_thrice,
     remove_tree,
     replace_synced,
@@ -51,15 +54,16 @@ from rollout_service.store.manifest import (
     StoredTensor,
     read_manifest,
 )
+from rollout_service.store.mapped_files import SpareFiles
 from rollout_service.store.reading import VersionReader
-from rollout_service.store.spare_files import SpareFiles
-from rollout_service.store.tensor_places import FileHeader
 from rollout_service.store.upload_record import UploadRecord, recorded_manifest_digest, write_record
 
 IN_MEMORY = "IN_MEMORY"
 """File in ``weights.disk_root`` with the path of the log, if ``weights.root`` is ``auto`` and the log is in memory."""
 _DROPPED = ".dropped-"
 _VERSION = re.compile("0|[1-9][0-9]*")
+_CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES})
+"""Error numbers of file systems that do not support hard links, or allow no more of them."""
 
 
 class KnownFleet(Frozen):
@@ -138,7 +142,7 @@ class WeightLog:
 
     def set_labels(self, labels: KnownLabels) -> None:
         """Store the labels."""
-        replace_synced(self.root / "LABELS", labels.model_dump_json())
+        self._replace("LABELS", labels)
 
     def set_fleet(self, replicas: frozenset[str]) -> None:
         """Record the live replicas durably: an ingest that restarts waits for them before it says what all serve."""
@@ -226,7 +230,7 @@ class WeightLog:
             os.rename(folder, staged)
             raise
         try:
-            unconfirmed = self._set_head(head)
+            unconfirmed = self._replace("LATEST", head)
         except OSError:
             if self.head() != head:
                 os.rename(folder, staged)
@@ -268,17 +272,16 @@ class WeightLog:
         self._remove_set_aside()
 
     def adopt(self, head: Head, staged: Path) -> None:
-        """Take in ``head.version`` from a folder that was committed elsewhere. LATEST never goes back to an older
-        version.
+        """Take in ``head.version`` from a folder that was committed elsewhere, complete and synced. Raises OSError.
 
-        The files must already be complete and synced. Raises OSError.
+        LATEST never goes back to an older version.
         """
         self.remove_uncommitted()
         known = self.head()
         os.rename(staged, self.folder(head.version))
         sync_folder(self.root)
         if known is None or known.version < head.version:
-            self._set_head(head)
+            self._replace("LATEST", head)
 
     def withdraw(self, version: int) -> None:
         """Remove an adopted version, even the newest: LATEST then names the one before, if there is one.
@@ -291,7 +294,7 @@ class WeightLog:
             (self.root / "LATEST").unlink()
         elif head is not None and head.version == version:
             manifest = read_manifest(self.folder(left[-1]))
-            self._set_head(Head(version=left[-1], digest=manifest.digest, label=manifest.label))
+            self._replace("LATEST", Head(version=left[-1], digest=manifest.digest, label=manifest.label))
         self.remove_uncommitted()
 
     def verify(
@@ -302,8 +305,7 @@ class WeightLog:
         ``progress`` is called with the size of each tensor in bytes. ``folder``: its folder, if not committed yet.
         Raises LogCorrupt with tensor, chunk and file, or OSError.
         """
-        folder = folder or self.folder(manifest.version)
-        verify_tensors(manifest, folder, progress)
+        verify_tensors(manifest, folder or self.folder(manifest.version), progress)
         self.verify_frame(manifest, folder=folder)
 
     def verify_frame(self, manifest: Manifest, *, folder: Path | None = None) -> None:
@@ -318,9 +320,16 @@ class WeightLog:
                 f"{folder / MANIFEST_FILE} does not hash to {digest}: push the weights again under a newer version",
                 {"version": manifest.version, "file": MANIFEST_FILE},
             )
-        for file, header in manifest.places.headers.items():
+        for file, (header, data_bytes) in manifest.places.headers.items():
             with (folder / file).open("rb") as stream:
-                _verify_layout(stream.fileno(), file, header, manifest.version)
+                nbytes = os.fstat(stream.fileno()).st_size
+                if nbytes != len(header) + data_bytes or stream.read(len(header)) != header:
+                    raise LogCorrupt(
+                        f"version {manifest.version}: {file} has {nbytes} of {len(header) + data_bytes} bytes, or its "
+                        "header is not that of the tensors in the manifest: push the weights again under a newer "
+                        "version",
+                        {"version": manifest.version, "file": file},
+                    )
 
     def _set_aside(self, version: int) -> Path:
         # rename atomically, so that no reader takes a half-removed version for damage; an earlier one of that number
@@ -345,13 +354,9 @@ class WeightLog:
         except ValidationError as error:
             raise LogCorrupt(f"{self.root / name} does not parse: {wrong_fields(error)}") from error
 
-    def _set_head(self, head: Head) -> OSError | None:
+    def _replace(self, name: str, content: Frozen) -> OSError | None:
         make_private(self.root)
-        return replace_synced(self.root / "LATEST", head.model_dump_json())
-
-    def _replace(self, name: str, content: Frozen) -> None:
-        make_private(self.root)
-        replace_synced(self.root / name, content.model_dump_json())
+        return replace_synced(self.root / name, content.model_dump_json())
 
 
 def _read_again(read: Callable[[], _Found], missing: _Found) -> _Found:
@@ -368,27 +373,12 @@ def _read_again(read: Callable[[], _Found], missing: _Found) -> _Found:
 
 
 def uploads_folder(root: Path) -> Path:
-    """Return the folder of the uploads in the log ``root``; each is in a subfolder by its version until it is
-    committed."""
+    """Return the folder of a log's uploads; each is in a subfolder named by its version until it is committed."""
     return root / "staging"
 
 
-def _verify_layout(fd: int, file: str, header: FileHeader, version: int) -> None:
-    text, data_bytes = header
-    nbytes = os.fstat(fd).st_size
-    if nbytes != len(text) + data_bytes or os.pread(fd, len(text), 0) != text:
-        raise LogCorrupt(
-            f"version {version}: {file} has {nbytes} of {len(text) + data_bytes} bytes, or its header is "
-            "not that of the tensors in the manifest: push the weights again under a newer version",
-            {"version": version, "file": file},
-        )
-
-
 def verify_tensors(manifest: Manifest, folder: Path, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Read every byte of a version's tensors and compare their digests; ``progress`` as for ``WeightLog.verify``.
-
-    Raises LogCorrupt with tensor, chunk and file, or OSError.
-    """
+    """Read every byte of a version's tensors and compare their digests; ``progress`` and errors as ``verify``."""
     buffers = threading.local()
 
     def check(tensor: StoredTensor) -> int:
@@ -400,3 +390,36 @@ def verify_tensors(manifest: Manifest, folder: Path, progress: Callable[[int], N
         for tensors in manifest.files().values():
             for nbytes in in_threads(check, tensors):
                 progress(nbytes)
+
+
+def stage_again(log: WeightLog, source: Manifest, version: int) -> Manifest:
+    """Lay out the files of a kept version as ``version``, and return its manifest, ready for ``WeightLog.commit``.
+
+    The files are hard links, if the file system supports them: dropping one version does not affect the other. Every
+    byte is first read and compared with its digest. Raises LogCorrupt, InsufficientStorage or OSError, and then
+    leaves no files behind. ``source``: the kept version's manifest.
+    """
+    folder, staged = log.folder(source.version), log.staging(version)
+    log.verify(source)
+    remove_tree(staged)
+    try:
+        staged.mkdir(parents=True)
+        for file in source.places.files:
+            _link(folder / file, staged / file)
+    except OSError as error:
+        remove_tree(staged)
+        if error.errno in DISK_FULL:
+            raise no_room(f"version {version}, a copy of {source.version},", log.root, source.total_bytes) from error
+        raise
+    return source.replace(version=version, rollback_of=source.version)
+
+
+def _link(file: Path, path: Path) -> None:
+    try:
+        os.link(file, path)
+    except OSError as error:
+        if error.errno not in _CANNOT_LINK:
+            raise
+        shutil.copyfile(file, path)
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())

@@ -74,7 +74,8 @@ def claim_log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) 
     marker = config.weights.disk_root_here() / IN_MEMORY
     if not marker.exists():
         if place.root.exists():
-            _remove_log(place.root)
+            with WriterLock(place.root).acquire(0):
+                remove_tree(place.root)
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.write_text(f"{place.root}\n")
     make_private(place.root)
@@ -106,10 +107,3 @@ def _is_removed_at_logout() -> bool:
     if user < _FIRST_USER or not Path("/run/systemd/system").is_dir():
         return False
     return not Path("/var/lib/systemd/linger", pwd.getpwuid(user).pw_name).exists()
-
-
-def _remove_log(root: Path) -> None:
-    lock = WriterLock(root)
-    lock.acquire(0)
-    remove_tree(root)
-    lock.release()

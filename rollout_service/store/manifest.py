@@ -12,7 +12,7 @@ import xxhash
 from rollout_service.protocol.tensors import QuantWeights, StoredDtype
 from rollout_service.protocol.weights import KVScalesFrom
 from rollout_service.runtime.threads import STRETCH_BYTES, in_threads, stretches
-from rollout_service.store.tensor_places import TensorPlaces
+from rollout_service.store.layout import TensorPlaces
 
 MANIFEST_FILE = "manifest.json"
 
@@ -136,14 +136,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
 
     @functools.cached_property
     def places(self) -> TensorPlaces:
-        """Return the names, dtypes, shapes and places of the tensors: one object for all versions in which they are
-        equal."""
+        """Return names, dtypes, shapes and places of the tensors: one object for all versions with equal ones."""
         return TensorPlaces.of(self.tensors)
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return xxh3-128 over the content for the engines: equal for equal content, whatever the version or the file
-        layout."""
+        """Return xxh3-128 over the content for the engines: independent of the version's number and its file layout."""
         recipe = msgspec.to_builtins(self.recipe)
         if self.recipe.scales == "fp32":
             del recipe["scales"]  # logs from before scales were configurable keep their digests

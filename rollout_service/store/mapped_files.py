@@ -9,18 +9,28 @@ November 2026). Neither pays off for a file that is used once.
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from rollout_service.store.durable_io import DISK_FULL, is_unlocked, remove_tree
+
+logger = logging.getLogger(__name__)
+
+_MAKING = ".spare-"
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 """File systems in memory: nothing is written back, or read again, behind a mapping."""
 
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Error numbers of network file systems without locks. Their files are not reused."""
 Registered = Callable[[memoryview], Callable[[], None]]
 """Registers memory with a device. Returns a function that unregisters it. Raises OSError."""
 
@@ -33,10 +43,6 @@ def is_in_memory(path: Path) -> bool:
     # of several mounts on one path, the last one is visible
     kinds = [mount.fstype for mount in psutil.disk_partitions(all=True) if mount.mountpoint == str(place)]
     return bool(kinds) and kinds[-1] in IN_MEMORY
-
-
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""Error numbers of network file systems without locks. Their files are not reused."""
 
 
 class _Mapping(NamedTuple):
@@ -145,3 +151,90 @@ def open_version_file(path: Path, *, writable: bool = False, locked: bool = True
     except OSError:
         os.close(fd)
         raise
+
+
+class SpareFiles:
+    """Files of a log in memory for its next versions: created at the start, later taken from dropped versions.
+
+    They are in ``<root>/spare``. Those of a dropped version replace all others there. Used by the log's only writer.
+    Thread-safe.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """``root``: folder of the log."""
+        self._folder = root / "spare"
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def are_kept_in(root: Path) -> bool:
+        """Return True if the log's writer reuses files: readers then may map them."""
+        return (root / "spare").is_dir() and is_in_memory(root)  # the folder may have been copied from another machine
+
+    def begin(self) -> None:
+        """Show readers that files are reused. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for unfinished in self._folder.parent.glob(f"{_MAKING}*"):  # left over from a process that was killed
+            unfinished.unlink()
+
+    def keep(self, dropped: Path) -> None:
+        """Move the weights out of a dropped version's folder, and replace all spare files by them. Raises OSError.
+
+        A file that is still read, or that a rolled back version shares, is left in place.
+        """
+        with self._lock:
+            for path in self._folder.iterdir():
+                path.unlink()
+            for path in sorted(dropped.glob("*.safetensors")):
+                # a process that opens it later notices the rename: see ``open_version_file``
+                if path.stat().st_nlink == 1 and is_unlocked(path):
+                    path.rename(self._folder / uuid.uuid4().hex)
+
+    def take(self, nbytes: int, path: Path) -> bool:
+        """Rename a spare file of that size to ``path``, with its old content; False without one. Raises OSError."""
+        with self._lock:
+            for kept in self._folder.iterdir():
+                if kept.stat().st_size == nbytes:
+                    kept.rename(path)
+                    return True
+        return False
+
+    def make(self, sizes: Iterable[int], is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Create a file of each size in bytes that is missing, until memory is full. Raises OSError."""
+        with self._lock:
+            there = Counter(path.stat().st_size for path in self._folder.iterdir())
+        for nbytes in sizes:
+            if is_stopped():
+                return
+            if there[nbytes]:
+                there[nbytes] -= 1
+                continue
+            # readers map all files in the folder, so create it elsewhere
+            made = self._folder.parent / f"{_MAKING}{uuid.uuid4().hex}"
+            fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+                made.rename(self._folder / uuid.uuid4().hex)
+            except OSError as error:
+                made.unlink()
+                if error.errno not in DISK_FULL:
+                    raise
+                logger.info("the next version takes new memory, and longer: %s", error)
+                return
+            finally:
+                os.close(fd)
+
+    def paths(self) -> Iterator[Path]:
+        """Yield the files. Each may be taken for a version meanwhile. Raises OSError."""
+        yield from self._folder.iterdir()
+
+    def keep_only(self, sizes: Collection[int]) -> None:
+        """Remove files of other sizes. Raises OSError."""
+        with self._lock:
+            for path in self._folder.iterdir():
+                if path.stat().st_size not in sizes:
+                    path.unlink()
+
+    def remove(self) -> None:
+        """Remove all spare files. Raises OSError."""
+        with self._lock:
+            remove_tree(self._folder)

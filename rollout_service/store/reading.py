@@ -42,8 +42,7 @@ class Piece:
 
 
 def pieces(chunks: Iterable[tuple[StoredTensor, Chunk]], most_bytes: int) -> Iterator[Piece]:
-    """Join chunks, in the order of their files, into pieces of up to ``most_bytes``; a larger chunk is a piece of its
-    own."""
+    """Join chunks, in the order of their files, into pieces of up to ``most_bytes``; a larger one is a piece alone."""
     group: list[tuple[StoredTensor, Chunk]] = []
     file, offset, end = "", 0, 0
     for tensor, chunk in chunks:
@@ -86,9 +85,7 @@ class VersionReader:
     def read(self, piece: Piece, memory: memoryview) -> None:
         """Read a piece to the start of ``memory``, and check its chunks there."""
         memory = memory[: piece.nbytes]
-        self._check(piece, memory, read_at(self._fds[piece.file], piece.offset, memory))
-
-    def _check(self, piece: Piece, memory: memoryview, filled: int) -> None:
+        filled = read_at(self._fds[piece.file], piece.offset, memory)
         for tensor, chunk in piece.chunks:
             start = tensor.offset + chunk.start - piece.offset
             held = memory[start : min(start + chunk.nbytes, filled)]

@@ -61,8 +61,7 @@ class UploadToRead:
 
     @classmethod
     def newest(cls, uploads: Path) -> "UploadToRead | None":
-        """Return the upload of the highest version that is being written; None if there is none. ``uploads``: folder of
-        all uploads."""
+        """Return the upload of the highest version that is being written, or None. ``uploads``: folder of all."""
         try:
             versions = sorted((int(each.name) for each in os.scandir(uploads) if each.name.isdecimal()), reverse=True)
         except FileNotFoundError:

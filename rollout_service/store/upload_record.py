@@ -14,10 +14,11 @@ import xxhash
 from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt, VersionConflict
-from rollout_service.protocol.base import NEXT, Frozen, wrong_fields
+from rollout_service.protocol.base import NEXT, Failure, Frozen, wrong_fields
 from rollout_service.protocol.upload import BeginUpload, Slot, upload_digest, with_kv_scales
-from rollout_service.protocol.weights import UploadTimings
+from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.store.durable_io import read_sealed, write_sealed
+from rollout_service.store.manifest import Manifest
 
 RECORD_FILE = "upload.json"
 STAGED_FILE, JOURNAL = "staged", "parts"
@@ -159,3 +160,35 @@ def recorded_manifest_digest(folder: Path) -> str | None:
         return None if text is None else msgspec.json.decode(text, type=_OfManifest).manifest_digest or None
     except msgspec.MsgspecError as error:
         raise LogCorrupt(f"{folder / RECORD_FILE} does not parse: {error}") from error
+
+
+def summary_of(manifest: Manifest, digest: str, record: UploadRecord | None) -> WeightStatus:
+    """Return the constant part of a committed version's status, without its tensors, which may be 40 000.
+
+    ``digest``: as committed; computing it takes long. ``record``: of its upload.
+    """
+    pushed = None if manifest.rollback_of is not None else record
+    begin = None if pushed is None else pushed.begin
+    return WeightStatus(
+        version=manifest.version,
+        state="committed",
+        digest=digest,
+        total_bytes=manifest.total_bytes,
+        kv_scales_from=manifest.kv_scales_from,
+        label=manifest.label,
+        rollback_of=manifest.rollback_of,
+        delta_of=None if begin is None or begin.delta is None else begin.delta.base,
+        uploaded_bytes=None if pushed is None else pushed.uploaded_bytes,
+        timings=None if pushed is None else pushed.timings,
+    )
+
+
+def unconfirmed(error: OSError | None) -> Failure | None:
+    """Return the displayed error of a committed version for which ``WeightLog.unconfirmed`` has one."""
+    if error is None:
+        return None
+    return Failure(
+        type=type(error).__name__,
+        message=f"committed, but the disk did not confirm it ({error}): a power failure may undo it, until a newer "
+        "version is committed without this error",
+    )

@@ -15,17 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollout_service.runtime.threads import in_threads
-from rollout_service.store.layout import LaidOutFile, Layout
+from rollout_service.store.layout import LaidOutFile, Layout, TensorPlace, neighbours
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, StoredTensor, joined_digests, tensor_digests
-from rollout_service.store.mapped_files import MappedFiles, Registered, is_in_memory
+from rollout_service.store.mapped_files import MappedFiles, Registered, SpareFiles, is_in_memory
 from rollout_service.store.reading import read_at
-from rollout_service.store.spare_files import SpareFiles
-from rollout_service.store.tensor_places import TensorPlace, neighbours
 from rollout_service.store.upload_progress import UploadProgress
 
 _SYNC_BYTES = 128 << 20
-_STAT_BLOCK_BYTES = 512
-"""Size in bytes of the unit of ``st_blocks``."""
 
 
 class LogMemory(NamedTuple):
@@ -36,8 +32,7 @@ class LogMemory(NamedTuple):
 
     @classmethod
     def of(cls, root: Path, registered: Registered | None) -> "LogMemory | None":
-        """Return the memory of the log in a folder; None if that is on a disk. ``registered``: see ``MappedFiles``.
-        Raises OSError."""
+        """Return the memory of a log; None if it is on a disk. ``registered``: see ``MappedFiles``. Raises OSError."""
         spare = SpareFiles(root)
         if not is_in_memory(root):
             spare.remove()  # left over in a log that was copied from a tmpfs
@@ -50,8 +45,7 @@ class VersionWriter:
     """Lays tensors out in files below ``folder`` and fills them. Thread-safe for different tensors."""
 
     def __init__(self, folder: Path, layout: Layout, memory: LogMemory | None = None) -> None:
-        """``memory``: of a log in memory; None: the folder is on a disk. Raises OSError if there is no room for all
-        tensors."""
+        """``memory``: of a log in memory; None: the folder is on a disk. Raises OSError if there is no room."""
         self._folder, self._memory = folder, memory
         self._mapped: dict[str, memoryview] = {}
         self._place = layout.places
@@ -96,8 +90,7 @@ class VersionWriter:
         return self._memory is not None and self._memory.mapped.are_registered
 
     def slot(self, name: str) -> memoryview:
-        """Return the memory of a tensor's slot, uint8 [nbytes], to be filled before calling ``filled``. Raises
-        KeyError."""
+        """Return the memory of a tensor's slot, uint8 [nbytes], to be filled before ``filled``. Raises KeyError."""
         place = self._place[name]
         return self._mapped[place.file][place.offset : place.offset + place.nbytes]
 
@@ -204,7 +197,7 @@ def _has_all_pages(fd: int, nbytes: int) -> bool:
     Allocating them again takes time, since Linux visits every page, but no space.
     """
     stat = os.fstat(fd)
-    return stat.st_size >= nbytes and stat.st_blocks * _STAT_BLOCK_BYTES >= nbytes
+    return stat.st_size >= nbytes and stat.st_blocks * 512 >= nbytes
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -48,7 +48,7 @@ def made(**changes):
 backend = {"_target_": "verl.workers.config.CheckpointEngineConfig", "backend": "rollout_service"}
 print("hybrid:", refusal(lambda: asyncio.run(made().init_hybrid(None))))
 print("many:", refusal(lambda: made(n_gpus_per_node=4)))
-from rollout_service.client.verl.server import generate_arguments
+from rollout_service.client.verl.replica import generate_arguments
 from rollout_service.errors import InvalidRequest
 
 def parameters_refused(**given):

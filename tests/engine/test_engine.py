@@ -21,7 +21,6 @@ from rollout_service.engine.args import engine_args
 from rollout_service.engine.environment import engine_environment
 from rollout_service.engine.plugin import register
 from rollout_service.errors import EngineFailed, InvalidRequest
-from rollout_service.fleet.autoscaling import RUNNING
 from rollout_service.fleet.continuation import merge_completions, slice_completion
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.tiny import make_tiny_qwen3
@@ -300,7 +299,7 @@ async def test_the_prefix_cache_is_per_version_and_priority_is_obeyed(served):
     # all but one place are taken, so that those who wait come one by one
     taken = Sampling(n=SEQUENCES - 1, max_tokens=4000, ignore_eos=True)
     taking = asyncio.create_task(engine.generate("taken", (5, 6), taken))
-    while engine.scheduler.load(admitted=1)[RUNNING] < SEQUENCES - 1:
+    while engine.scheduler.load(1, 0).running < SEQUENCES - 1:
         await asyncio.sleep(0.01)
     await engine.pause("keep")
     finished: list[int] = []
@@ -329,7 +328,7 @@ async def test_a_waiting_pause_can_be_cancelled_or_overridden(served):
         return pausing
 
     long = asyncio.create_task(engine.generate("long", (5, 6), endless))
-    while engine.scheduler.load(admitted=1)[RUNNING] == 0:
+    while engine.scheduler.load(1, 0).running == 0:
         await asyncio.sleep(0.01)
     # taken back: what came meanwhile begins, and the long rollout has not ended
     pausing = await waiting_pause()

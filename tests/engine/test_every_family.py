@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_service.model.vllm_layout import read_layout
+from rollout_service.model.engine_layout import read_layout
 from tests.support import families
 from tests.support.one_engine import OneEngine, running
 from tests.support.reference import reference_logprobs, reference_of_any

@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from rollout_service.config.engine import EngineConfig
 from rollout_service.engine.adapter import EngineAdapter
-from rollout_service.engine.session_admission import SessionAdmission, SessionTurn
+from rollout_service.engine.admission import SessionAdmission, SessionTurn
 from rollout_service.errors import KVCacheFull
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.protocol.fleet import Fleet

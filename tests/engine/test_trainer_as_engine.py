@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from rollout_service.engine.cpu.amx import request_amx
+from rollout_service.engine.cpu.processor import request_amx
 from rollout_service.protocol.upload import Kernels, TrainerRecipe
 from rollout_service.quant.engine_roundings import engine_roundings
 from rollout_service.quant.fake_quant import fake_quant

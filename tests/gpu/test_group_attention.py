@@ -14,8 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rollout_service.engine.attention.decoding import grouped_decode
-from rollout_service.engine.attention.flash import FlashAttend, chunk_sequences, splits
+from rollout_service.engine.attention.decoding import FlashAttend, chunk_sequences, grouped_decode, splits
 from rollout_service.engine.attention.grouping import Grouped, Grouping
 from rollout_service.protocol.sampling import Sampling
 from tests.support.models import random_weights

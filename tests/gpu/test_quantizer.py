@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import _custom_ops as ops
 
-from rollout_service.engine.cpu.channel_linear import through_fp8, through_int8
+from rollout_service.engine.cpu.linear import through_fp8, through_int8
 from rollout_service.errors import QuantizationError
 from rollout_service.quant.blockwise import quantize_blockwise
 from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WEIGHT_FORMATS

@@ -109,18 +109,14 @@ def test_it_is_what_threads_find(tensors, monkeypatch, watched, at_once):
     assert not watched.batches
     assert changes_of(tensors, new, monkeypatch, lambda name: True) == expected
     assert watched.batches and watched.reads
-
-
-def test_nothing_changed(tensors, monkeypatch, watched):
-    new = {name: tensor.clone() for name, tensor in tensors.items()}
-    assert not any(changes_of(tensors, new, monkeypatch, lambda name: True))
-    assert watched.batches
+    same = {name: tensor.clone() for name, tensor in tensors.items()}
+    assert not any(changes_of(tensors, same, monkeypatch, lambda name: True))
 
 
 @pytest.mark.parametrize(
     "fails_at",
-    [((0,), ()), ((1, 2), ()), ((), (0,)), ((), (1, 2)), ((0,), (0,)), (range(99), ()), ((), range(99))],
-    ids=["first", "middle", "first read", "middle read", "both", "all", "all reads"],
+    [((0,), ()), ((), (1, 2)), ((0,), (0,)), (range(99), ()), ((), range(99))],
+    ids=["first", "middle read", "both", "all", "all reads"],
 )
 def test_without_room_on_the_gpu_nothing_is_lost(tensors, monkeypatch, watched, fails_at, caplog):
     new = stepped(tensors)
@@ -131,7 +127,7 @@ def test_without_room_on_the_gpu_nothing_is_lost(tensors, monkeypatch, watched, 
     assert has_failed == any("the GPU has no room" in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize("there", [{"codes", "head"}, {"norm", "more codes"}, {"scales"}])
+@pytest.mark.parametrize("there", [{"codes", "head"}, {"scales"}])
 def test_some_tensors_lie_on_the_host(tensors, monkeypatch, there):
     new = stepped(tensors)
     expected = changes_of(tensors, new, monkeypatch, lambda name: False)

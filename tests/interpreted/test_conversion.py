@@ -25,8 +25,7 @@ from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.quant.quantizer import Named, Quantized, Quantizer
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
-from rollout_service.store.mapped_files import MappedFiles
-from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.mapped_files import MappedFiles, SpareFiles
 from rollout_service.store.writer import LogMemory, VersionWriter
 
 SHAPES = {

@@ -40,10 +40,30 @@ def test_every_code_becomes_its_value():
     assert torch.equal(second[: len(codes)].float() * 256, wanted.flip(0))
 
 
+def plain(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results and LSE of plain attention."""
+    n, heads, _ = query.shape
+    out = torch.empty(n, heads, SIZE)
+    q_descale, k_descale, v_descale = (scale.expand(n, keys.shape[2]) for scale in SCALES)
+    _, lse = paged_attention(
+        q=query, k=keys, v=values, out=out, cu_seqlens_q=torch.arange(n + 1), max_seqlen_q=1, seqused_k=lengths,
+        max_seqlen_k=1 << 20, softmax_scale=SIZE**-0.5, causal=False, block_table=tables,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+    )  # fmt: skip
+    return out, lse
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "block", "splits"), [(8, 2, 32, 1), (8, 1, 32, 4), (4, 1, 64, 1), (4, 1, 16, 2)]
+    ("heads", "kv_heads", "block", "splits", "layout"),
+    [
+        (8, 2, 32, 1, "heads first"),
+        (8, 1, 32, 4, "tokens first"),
+        (4, 1, 64, 1, "tokens first"),
+        (4, 1, 16, 2, "heads first"),
+    ],
 )
-@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
 def test_the_kernel_attends_as_plain_attention(heads, kv_heads, block, splits, layout):
     """Lengths that are no multiple of anything, parts without a token, and blocks smaller and larger than a page."""
     n, pages = len(LENGTHS), -(-max(LENGTHS) // PAGE)
@@ -57,13 +77,7 @@ def test_the_kernel_attends_as_plain_attention(heads, kv_heads, block, splits, l
     variant = Variant("plain", block=block, splits=splits)
     decode(query, keys, values, tables, lengths, SCALES, SIZE**-0.5, out, lse, variant=variant)
 
-    wanted, wanted_lse = torch.empty_like(out), torch.empty_like(lse)
-    descales = [scale.expand(n, kv_heads) for scale in SCALES]
-    _, wanted_lse = paged_attention(
-        q=query, k=keys, v=values, out=wanted, cu_seqlens_q=torch.arange(n + 1), max_seqlen_q=1, seqused_k=lengths,
-        max_seqlen_k=1 << 20, softmax_scale=SIZE**-0.5, causal=False, block_table=tables,
-        q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
-    )  # fmt: skip
+    wanted, wanted_lse = plain(query, keys, values, tables, lengths)
     there = lengths > 0
     torch.testing.assert_close(lse[:, there], wanted_lse[:, there], atol=1e-4, rtol=1e-4)
     # weights are rounded to FP16
@@ -83,17 +97,7 @@ def test_the_kernel_goes_on_from_a_result_over_earlier_tokens(splits):
     has = torch.tensor([True, False, True, True, False])  # the third has nothing else
     rows = torch.tensor([3, -1, 0, 1, 2], dtype=torch.int32)  # the last one's is without tokens
 
-    def plain(table: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty(n, heads, SIZE)
-        scales = [scale.expand(n, kv_heads) for scale in SCALES]
-        _, lse = paged_attention(
-            q=query, k=keys, v=values, out=out, cu_seqlens_q=torch.arange(n + 1), max_seqlen_q=1, seqused_k=lengths,
-            max_seqlen_k=1 << 20, softmax_scale=SIZE**-0.5, causal=False, block_table=table,
-            q_descale=scales[0], k_descale=scales[1], v_descale=scales[2],
-        )  # fmt: skip
-        return out, lse
-
-    shared_out, shared_lse = plain(tables, torch.full((n,), earlier * PAGE))
+    shared_out, shared_lse = plain(query, keys, values, tables, torch.full((n,), earlier * PAGE))
     before = Before(rows, torch.full((4, heads, SIZE), torch.nan), torch.full((4, heads), torch.nan).transpose(0, 1))
     for sequence in has.nonzero().flatten().tolist():
         before.out[rows[sequence]], before.lse[:, rows[sequence]] = shared_out[sequence], shared_lse[:, sequence]
@@ -102,8 +106,8 @@ def test_the_kernel_goes_on_from_a_result_over_earlier_tokens(splits):
     tail = tables[:, earlier:]
     decode(query, keys, values, tail, own, SCALES, SIZE**-0.5, out, lse, before, Variant("plain", 32, splits=splits))
 
-    whole, whole_lse = plain(tables, own + earlier * PAGE)
-    alone, alone_lse = plain(tail.contiguous(), own)
+    whole, whole_lse = plain(query, keys, values, tables, own + earlier * PAGE)
+    alone, alone_lse = plain(query, keys, values, tail.contiguous(), own)
     torch.testing.assert_close(lse, torch.where(has, whole_lse, alone_lse), atol=1e-4, rtol=1e-4)
     wanted = torch.where(has[:, None, None], whole, alone)
     torch.testing.assert_close(out, wanted, atol=2e-3, rtol=2e-3)

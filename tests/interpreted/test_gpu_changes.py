@@ -12,8 +12,7 @@ import torch
 
 from rollout_service.errors import InvalidDelta, QuantizationError
 from rollout_service.ingest.sources import gpu_changes
-from rollout_service.ingest.sources.changes import Change
-from rollout_service.ingest.sources.delta import DeltaOfVersion
+from rollout_service.ingest.sources.delta import Change, DeltaOfVersion
 from rollout_service.ingest.sources.gpu_changes import Changed, made_on
 from rollout_service.model.convert import Converter
 from rollout_service.protocol import delta
@@ -150,13 +149,13 @@ def test_it_makes_the_tensors_that_were_sent(on_gpu, monkeypatch):
     assert {name: (t.dtype, t.shape) for name, t in made.items()} == {n: (t.dtype, t.shape) for n, t in new.items()}
 
 
-@pytest.mark.parametrize("segment_bytes", [8 << 20, 4], ids=["a change", "a whole segment"])
 @pytest.mark.parametrize(
-    ("name", "place", "becomes", "complaint"),
+    ("segment_bytes", "name", "place", "becomes", "complaint"),
     [
-        (NORM, (3,), float("nan"), "is nan"),
-        (UP_PROJ, (3, 5), float("nan"), "is nan, a code for NaN"),
-        (UP_PROJ + "_scale_inv", (0, 0), -1.0, "is -1, a block scale that is not a positive number"),
+        (8 << 20, NORM, (3,), float("nan"), "is nan"),
+        (4, NORM, (3,), float("nan"), "is nan"),  # a whole segment
+        (8 << 20, UP_PROJ, (3, 5), float("nan"), "is nan, a code for NaN"),
+        (8 << 20, UP_PROJ + "_scale_inv", (0, 0), -1.0, "is -1, a block scale that is not a positive number"),
     ],
 )
 def test_what_may_not_be_is_refused_by_its_place(on_gpu, monkeypatch, segment_bytes, name, place, becomes, complaint):

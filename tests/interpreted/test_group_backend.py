@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rollout_service.engine.attention import backend
+from rollout_service.engine.attention import backend, fp8_decode
 from rollout_service.engine.attention.backend import (
     GroupAttentionBackend,
     GroupAttentionImpl,
@@ -77,67 +77,52 @@ def metadata_of(batch: Batch, *, query_len: int = 1) -> CommonAttentionMetadata:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_a_step_of_single_tokens_is_grouped_and_attended(vllm_config, calls, layout):
-    """``layout``: vLLM's name for whether a page's heads or its tokens come first in memory; the shape is the same."""
+@pytest.mark.parametrize("cache_kind", ["HND", "NHD", "FP8"])
+def test_a_step_of_single_tokens_is_grouped_and_attended(vllm_config, calls, cache_kind, monkeypatch):
+    """HND, NHD: vLLM's names for whether a page's heads or its tokens come first in memory; the shape is the same. FP8:
+    own tokens are read by the decode kernel, and shared ones by FlashAttention, whose schedule is of these alone."""
     torch.manual_seed(0)
+    is_fp8 = cache_kind == "FP8"
+    dtype, name, (q_scale, k_scale, v_scale) = torch.float32, "auto", (1.0, 1.0, 1.0)
+    if is_fp8:
+        dtype, name, (q_scale, k_scale, v_scale) = torch.float8_e4m3fn, "fp8_e4m3", (0.5, 2.0, 0.25)
+        monkeypatch.setattr(vllm_config.cache_config, "cache_dtype", name)
+        monkeypatch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *_, **__: True)
+        monkeypatch.setattr(fp8_decode, "_PROGRAMS", 64)  # each takes a while in the interpreter
     batch = batch_of(SEQUENCES, PAGE, padding=2, width=MAX_PAGES)
+    count = len(batch.lengths)
     made = builder(vllm_config).build(0, metadata_of(batch))
     assert made.grouped is not None and made.grouped.max_rows == 64 * KV_HEADS // HEADS
     assert (made.grouped.shared_rows >= 0).tolist() == [True, False, True, False, True, False, False]
     assert made.grouped_schedule is not None and made.grouped_splits == 32
+    assert len(made.grouped.shared) == count // 2 and (made.own_kernel is not None) == is_fp8
 
     with set_current_vllm_config(vllm_config):
-        layer = GroupAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
-    cache = torch.randn(int(batch.tables.max()) + 1, KV_HEADS, PAGE, 2 * SIZE)
-    if layout == "NHD":
+        layer = GroupAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, name)
+    cache = torch.randn(int(batch.tables.max()) + 1, KV_HEADS, PAGE, 2 * SIZE).to(dtype)
+    if cache_kind == "NHD":
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
-    query = torch.randn(9, HEADS, SIZE)  # two rows more than the step has: the padding of a piecewise graph
-    output = torch.full_like(query, 7.0)
-    scales: Any = SimpleNamespace(_q_scale=torch.tensor(1.0), _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
-    none = torch.empty(0)
-    assert layer.forward(scales, query, none, none, cache, made, output) is output
+    query = torch.randn(9, HEADS, SIZE).to(dtype)  # two rows more than the step has: the padding of a piecewise graph
+    output, none = torch.full(query.shape, 7.0), torch.empty(0)
+    scales: Any = SimpleNamespace(
+        _q_scale=torch.tensor(q_scale), _k_scale=torch.tensor(k_scale), _v_scale=torch.tensor(v_scale)
+    )
+    held = cache.view(torch.uint8) if is_fp8 else cache
+    assert layer.forward(scales, query, none, none, held, made, output) is output
 
     [call] = calls
     assert call["fa_version"] == 3 and call["scheduler_metadata"] is made.grouped_schedule
-    keys, values = cache.transpose(1, 2).split(SIZE, dim=-1)
-    for sequence, length in enumerate(batch.lengths.tolist()):
-        pages = torch.tensor(batch.pages(sequence), dtype=torch.long)
-        k, v = (part[pages].flatten(0, 1)[:length].repeat_interleave(HEADS // KV_HEADS, 1) for part in (keys, values))
-        logits = torch.einsum("hd,thd->ht", query[sequence], k) * SIZE**-0.5
-        expected = torch.einsum("ht,thd->hd", logits.softmax(-1), v) if length else torch.zeros(HEADS, SIZE)
-        torch.testing.assert_close(output[sequence], expected, atol=2e-6, rtol=2e-6)
-    assert (output[7:] == 7.0).all()
-
-
-def test_own_tokens_of_an_fp8_cache_are_read_by_the_decode_kernel(vllm_config, calls, monkeypatch):
-    """And shared ones by FlashAttention, whose schedule is of these alone."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(vllm_config.cache_config, "cache_dtype", "fp8_e4m3")
-    monkeypatch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *_, **__: True)
-    batch = batch_of(SEQUENCES, PAGE, padding=2, width=MAX_PAGES)
-    made = builder(vllm_config).build(0, metadata_of(batch))
-    assert made.grouped is not None and made.grouped_schedule is not None and made.own_kernel is not None
-    assert len(made.grouped.shared) == len(batch.lengths) // 2 and made.own_kernel.splits == 32
-
-    with set_current_vllm_config(vllm_config):
-        layer = GroupAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "fp8_e4m3")
-    cache = torch.randn(int(batch.tables.max()) + 1, KV_HEADS, PAGE, 2 * SIZE).to(torch.float8_e4m3fn)
-    query = torch.randn(9, HEADS, SIZE).to(torch.float8_e4m3fn)
-    output = torch.full((9, HEADS, SIZE), 7.0)
-    scales: Any = SimpleNamespace(_q_scale=torch.tensor(0.5), _k_scale=torch.tensor(2.0), _v_scale=torch.tensor(0.25))
-    none = torch.empty(0)
-    layer.forward(scales, query, none, none, cache.view(torch.uint8), made, output)
-
-    [call] = calls
-    assert call["q"].shape[0] == len(batch.lengths) and call["seqused_k"].tolist() == [MIN_SHARED_TOKENS, 0, 0]
+    if is_fp8:
+        assert made.own_kernel is not None and made.own_kernel.splits == 8
+        assert call["q"].shape[0] == count and call["seqused_k"].tolist() == [MIN_SHARED_TOKENS, 0, 0]
     keys, values = cache.float().transpose(1, 2).split(SIZE, dim=-1)
+    bound = 2e-3 if is_fp8 else 2e-6
     for sequence, length in enumerate(batch.lengths.tolist()):
         pages = torch.tensor(batch.pages(sequence), dtype=torch.long)
         k, v = (part[pages].flatten(0, 1)[:length].repeat_interleave(HEADS // KV_HEADS, 1) for part in (keys, values))
-        logits = torch.einsum("hd,thd->ht", query[sequence].float(), k) * SIZE**-0.5  # scales of q and k cancel
-        expected = torch.einsum("ht,thd->hd", logits.softmax(-1), v / 4) if length else torch.zeros(HEADS, SIZE)
-        torch.testing.assert_close(output[sequence], expected, atol=2e-3, rtol=2e-3)
+        logits = torch.einsum("hd,thd->ht", query[sequence].float(), k) * SIZE**-0.5 * q_scale * k_scale
+        expected = torch.einsum("ht,thd->hd", logits.softmax(-1), v * v_scale) if length else torch.zeros(HEADS, SIZE)
+        torch.testing.assert_close(output[sequence], expected, atol=bound, rtol=bound)
     assert (output[7:] == 7.0).all()
 
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 import xxhash
 
+from rollout_service.config import WeightsConfig
 from rollout_service.errors import QuantizationError
 from rollout_service.ingest import batched_store, conversion
-from rollout_service.ingest.batch_plan import BatchPlans
-from rollout_service.ingest.upload_session import Resources, UploadSession
+from rollout_service.ingest.resources import Resources
+from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.model import convert
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, TrainerRecipe, UploadTensor
-from rollout_service.store.layout import Layout
+from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import StoredTensor
-from rollout_service.store.mapped_files import MappedFiles
-from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.mapped_files import MappedFiles, SpareFiles
 from rollout_service.store.staged_file import StagedFile, StagingSpace
 from rollout_service.store.writer import LogMemory
 from tests.interpreted.test_conversion import no_stream
@@ -54,11 +54,11 @@ def begun(folder: Path, weights: Weights, executor: ThreadPoolExecutor) -> Uploa
         UploadTensor(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
         for name, tensor in weights.items()
     )
-    converter = Converter(RECIPE, device="cpu")
-    layout = Layout(converter.slots(SHAPES))
-    memory = LogMemory(MappedFiles(lambda memory: lambda: None), spare)
-    space, plans = StagingSpace(folder / "kept"), BatchPlans(converter, layout.places)
-    resources = Resources(MODEL, converter, layout, PART_BYTES, executor, space, memory, executor, plans)
+    config = WeightsConfig(root=folder, part_bytes=PART_BYTES)
+    resources = Resources(config, WeightLog(folder), MODEL, Converter(RECIPE, device="cpu"))
+    resources.executor = resources.gpu_executor = executor
+    resources.memory = LogMemory(MappedFiles(lambda memory: lambda: None), spare)
+    resources.space = StagingSpace(folder / "kept")
     return UploadSession(BeginUpload(version=1, tensors=table), folder / "1", resources)
 
 
@@ -83,7 +83,7 @@ def by_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[StoredTens
 
     async def stored(executor: ThreadPoolExecutor) -> tuple[StoredTensor, ...]:
         staged = begun(tmp_path / "host", codes(), executor)
-        await accept(staged, stream_of(codes()), range(staged.num_parts))
+        await accept(staged, stream_of(codes()), range(staged.record.num_parts))
         return await staged.finish()
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as executor:
@@ -119,7 +119,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 async def test_a_planned_upload_is_stored_as_on_the_host(tmp_path, by_host, executor, planned):
     staged = begun(tmp_path, codes(), executor)
-    await accept(staged, stream_of(codes()), [*range(1, staged.num_parts), 0])
+    await accept(staged, stream_of(codes()), [*range(1, staged.record.num_parts), 0])
     assert await staged.finish() == by_host
     assert sum(planned) >= len(stream_of(codes())) > 4 * PART_BYTES
     for file in {tensor.file for tensor in by_host}:
@@ -132,7 +132,7 @@ async def test_an_invalid_tensor_of_a_bucket_is_named(tmp_path, executor, bad):
     unsound = codes()
     unsound[bad].view(-1).view(torch.uint8)[-4:] = 0xFF  # NaN of each dtype
     staged = begun(tmp_path, unsound, executor)
-    await accept(staged, stream_of(unsound), range(staged.num_parts))
+    await accept(staged, stream_of(unsound), range(staged.record.num_parts))
     with pytest.raises(QuantizationError, match=rf"^{bad}\["):
         await staged.finish()
 
@@ -140,7 +140,7 @@ async def test_an_invalid_tensor_of_a_bucket_is_named(tmp_path, executor, bad):
 @pytest.mark.usefixtures("planned")
 async def test_replaced_parts_are_converted_again(tmp_path, by_host, executor):
     staged = begun(tmp_path, codes(), executor)
-    last = staged.num_parts - 1
+    last = staged.record.num_parts - 1
     unsound = codes(seed=1)
     unsound["w2"].view(torch.uint8)[0] = 0x7F
     await accept(staged, stream_of(unsound), range(last))

@@ -1,7 +1,7 @@
 """Small configurations of many families of models: those that vLLM 0.32 serves and transformers 5 can make.
 
 Dimensions are multiples of 128 (the FP8 block) where a family lets them be, so that what does not divide is the
-family's own doing. ``models.py`` has those that ``model/families.py`` knows by a table.
+family's own doing. ``models.py`` has those that ``model/engine_layout.py`` knows by a table.
 """
 
 from collections.abc import Mapping

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
+from rollout_service.engine.cpu.processor import why_no_fp8_cache
 
 _WHY_NOT = why_no_fp8_cache()
 CACHE_DTYPE: Literal["fp8_e4m3", "bfloat16"] = "fp8_e4m3" if _WHY_NOT is None else "bfloat16"

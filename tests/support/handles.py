@@ -19,15 +19,3 @@ class FakeMethod:
     def dispatch(self, replica: SimpleNamespace, *args: object, **named: object) -> Any:
         """Send the call."""
         return self.remote(*args, **named)
-
-
-class ActorHandle:
-    """A deployment handle in front of a Ray actor."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
-    def __getattr__(self, name: str) -> FakeMethod:
-        method = FakeMethod()
-        method.remote = getattr(self.actor, name).remote
-        return method

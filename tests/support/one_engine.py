@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args, not_converted
-from rollout_service.engine.child_errors import collected_errors
 from rollout_service.engine.environment import engine_environment
 from rollout_service.engine.plugin import register
+from rollout_service.engine.processes import collected_errors
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.kv_scales import KVMeasurement
@@ -185,7 +185,7 @@ async def engine_of(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> A
         try:
             adapter = EngineAdapter(args)
         except RuntimeError as error:
-            error.add_note(str(errors.first()))
+            error.add_note(str(errors()))
             raise
     try:
         await adapter.connect()

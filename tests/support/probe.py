@@ -11,10 +11,8 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from rollout_service.compat.vllm_internals import BaseLayerWithLoRA
-from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
-from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
-from rollout_service.engine.cpu.channel_linear import CpuChannelLinearMethod
-from rollout_service.engine.cpu.channel_moe import CpuChannelMoEMethod
+from rollout_service.engine.cpu.experts import CpuExperts
+from rollout_service.engine.cpu.linear import CpuLinearMethod
 from rollout_service.engine.kernels import block_quant
 from rollout_service.engine.loading.copy_plan import in_memory_order
 from rollout_service.engine.worker import VersionStaging
@@ -36,11 +34,9 @@ class Probe(VersionStaging):
             method = getattr(module, "quant_method", None)
             if isinstance(method, UnquantizedLinearMethod) or isinstance(module, ParallelLMHead):
                 digests[f"{name}.weight"] = digest(_multiplied_with(module))
-            if isinstance(method, CpuBlockLinearMethod):
-                digests[f"{name}.weight{DECODED}"] = digest(method.fp8_linear.weight)
-            if isinstance(method, CpuChannelLinearMethod):
+            if isinstance(method, CpuLinearMethod):
                 digests[f"{name}.weight{DECODED}"] = digest(method.weight)
-            if isinstance(method, (CpuBlockMoEMethod, CpuChannelMoEMethod)):
+            if isinstance(method, CpuExperts):
                 digests[f"{name}.w13_weight{DECODED}"] = digest(method.w13)
                 digests[f"{name}.w2_weight{DECODED}"] = digest(method.w2)
             config = getattr(method, "moe_quant_config", None)

@@ -22,7 +22,7 @@ from typer.main import get_command
 from rollout_service.cli.main import app
 from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.config import ServiceConfig
-from rollout_service.protocol.mismatch_report import MismatchReport
+from rollout_service.protocol.mismatch import MismatchReport
 
 PROJECT = Path(__file__).parents[2]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -44,69 +44,49 @@ def tracer(spans: InMemorySpanExporter) -> trace.Tracer:
     return provider.get_tracer("test")
 
 
-def only(spans: InMemorySpanExporter) -> ReadableSpan:
-    [span] = spans.get_finished_spans()
-    return span
+def test_the_context_of_a_call_has_its_span_and_nothing_else(tracer):
+    OTHER.set("something")
+    assert len(only_the_trace()) == 0
+    with tracer.start_as_current_span("request") as span:
+        made = only_the_trace()
+    assert made.run(trace.get_current_span) is span
+    assert made.run(OTHER.get) == "nothing"
 
 
-class TestContext:
-    def test_it_has_the_span_and_nothing_else(self, tracer):
-        OTHER.set("something")
-        with tracer.start_as_current_span("request") as span:
-            made = only_the_trace()
-        assert made.run(trace.get_current_span) is span
-        assert made.run(OTHER.get) == "nothing"
-
-    def test_without_a_span_it_is_empty(self):
-        assert len(only_the_trace()) == 0
-
-
-class TestSteps:
-    def test_a_step_is_a_child_of_the_current_span(self, tracer, spans):
-        with tracer.start_as_current_span("request") as parent, step_of_trace("step", tracer) as headers:
-            assert trace.get_current_span() is not parent
-        [step, request] = spans.get_finished_spans()
-        assert step.name == "step" and step.parent == request.context
-        assert headers["traceparent"].startswith(f"00-{step.context.trace_id:032x}-{step.context.span_id:016x}-")
-
-    def test_without_a_span_there_is_no_step(self, tracer, spans):
-        with step_of_trace("step", tracer) as headers:
-            assert headers == {}
-        assert spans.get_finished_spans() == ()
+def test_a_step_is_a_child_of_the_current_span_if_there_is_one(tracer, spans):
+    with step_of_trace("step", tracer) as headers:
+        assert headers == {}
+    assert spans.get_finished_spans() == ()
+    with tracer.start_as_current_span("request") as parent, step_of_trace("step", tracer) as headers:
+        assert trace.get_current_span() is not parent
+    [step, request] = spans.get_finished_spans()
+    assert step.name == "step" and step.parent == request.context
+    assert headers["traceparent"].startswith(f"00-{step.context.trace_id:032x}-{step.context.span_id:016x}-")
 
 
-class TestAttributes:
-    def test_a_span_says_which_weights_made_its_rollout(self, tracer, spans):
-        with tracer.start_as_current_span("request"):
-            describe(ROLLOUT)
-        assert dict(only(spans).attributes or {}) == {
-            "gen_ai.response.id": "r",
-            "gen_ai.usage.input_tokens": 3,
-            "gen_ai.usage.output_tokens": 2,
-            "gen_ai.response.finish_reasons": ("length",),
-            "rollout.weight_versions": (7, 9),
-            "rollout.replica_id": "engine#one",
-            "rollout.attempts": 2,
-        }
-
-    def test_without_a_span_nothing_is_said(self):
+def test_a_span_says_which_weights_made_its_rollout(tracer, spans):
+    describe(ROLLOUT)  # outside of any
+    with tracer.start_as_current_span("request"):
         describe(ROLLOUT)
+    [span] = spans.get_finished_spans()
+    assert dict(span.attributes or {}) == {
+        "gen_ai.response.id": "r",
+        "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.output_tokens": 2,
+        "gen_ai.response.finish_reasons": ("length",),
+        "rollout.weight_versions": (7, 9),
+        "rollout.replica_id": "engine#one",
+        "rollout.attempts": 2,
+    }
 
 
-class TestLogLines:
-    @pytest.fixture
-    def record(self) -> logging.LogRecord:
-        return logging.LogRecord("rollout_service", logging.INFO, "file.py", 1, "told", (), None)
-
-    def test_a_line_within_a_span_names_it(self, record, tracer):
-        with tracer.start_as_current_span("request") as span:
-            assert name_the_trace(record)
-        context = span.get_span_context()
-        assert record.trace_id == f"{context.trace_id:032x}"
-        assert record.span_id == f"{context.span_id:016x}"
-
-    def test_a_line_outside_names_none(self, record):
-        assert name_the_trace(record) and not hasattr(record, "trace_id")
+def test_a_log_line_within_a_span_names_it(tracer):
+    record = logging.LogRecord("rollout_service", logging.INFO, "file.py", 1, "told", (), None)
+    assert name_the_trace(record) and not hasattr(record, "trace_id")
+    with tracer.start_as_current_span("request") as span:
+        assert name_the_trace(record)
+    context = span.get_span_context()
+    assert (record.trace_id, record.span_id) == (f"{context.trace_id:032x}", f"{context.span_id:016x}")
 
 
 def test_spans_are_sent_to_a_collector(monkeypatch):

@@ -1,25 +1,37 @@
-"""verl's RolloutReplica. One replica of verl stands for the whole service, with all its engines."""
+"""verl's RolloutReplica, which stands for the whole service with all its engines, and the actor that verl's clients
+call."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsInt
 
 import httpx
 import ray
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
-from verl.workers.rollout.replica import RolloutMode, RolloutReplica
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
-from rollout_service.client.verl.server import RolloutServer, server_name
-from rollout_service.client.verl.settings import NAME, settings_of
+from rollout_service.client.verl.settings import NAME, ServiceSettings, server_name, settings_of
+from rollout_service.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from verl.workers.config import RolloutConfig
 
+    from rollout_service.client._client import RolloutClient
+    from rollout_service.protocol.rollout import Completion
+
 _STANDALONE_ONLY = (
     f"rollout.name={NAME} is a service on GPUs of its own and does not share the trainer's: use it with a trainer that "
     "has standalone rollouts (separate_async with actor_rollout_ref.hybrid_engine=False, one_step_off_policy or "
     "fully_async)"
+)
+_TAKEN = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"}
+_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
+"""Parameters that verl may send and our client does not support. These values have no effect."""
+_NO_SLEEP = (
+    "this plugin is for rollouts on GPUs of their own, which have nothing to free for the trainer: use separate_async, "
+    "one_step_off_policy or fully_async, not the hybrid engine"
 )
 
 
@@ -84,3 +96,144 @@ class RolloutServiceReplica(RolloutReplica):
         self.servers = [server]
         self._server_handle = server
         self._server_address = httpx.URL(self._settings.url).netloc.decode()
+
+
+class RolloutServer:
+    """A Ray actor with the methods of verl 0.9.1's vLLMHttpServer that its clients and checkpoint manager call.
+
+    It forwards each call to our HTTP client.
+
+    verl aborts running requests before it sends weights. ``abort_all_requests`` pauses the service with ``mode=abort``;
+    each request returns its tokens so far and ``stop_reason="aborted"``. After ``resume_generation``,
+    FullyAsyncLLMServerClient requests the rest, which the new version samples. Each segment therefore has one version.
+    """
+
+    def __init__(
+        self, settings: ServiceSettings, prompt_length: int, response_length: int, max_model_len: int | None
+    ) -> None:
+        self._settings = settings
+        self._prompt_length, self._response_length = prompt_length, response_length
+        self._max_model_len = max_model_len
+        self._client: RolloutClient | None = None
+        self._steps: dict[int, int | None] = {}
+        self._rejecting = False
+
+    async def generate(
+        self,
+        prompt_ids: Iterable[SupportsInt],
+        sampling_params: Mapping[str, object],
+        request_id: str,
+        image_data: object = None,
+        video_data: object = None,
+        audio_data: object = None,
+        mm_processor_kwargs: object = None,
+        priority: int = 0,
+    ) -> TokenOutput:
+        """Return one completion. ``extra_fields`` has ``global_steps`` of its last token, and the minimum and maximum
+        of all tokens.
+
+        Raises InvalidRequest for unsupported parameters, and the errors of ``RolloutClient.generate``.
+        """
+        media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
+        if given := [name for name, value in media.items() if value is not None]:
+            raise InvalidRequest(f"{', '.join(given)}: the rollout service takes text only")
+        if self._rejecting:
+            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self._newest_steps()})
+        tokens = [int(token) for token in prompt_ids]
+        parameters = dict(sampling_params)
+        wants_logprobs = bool(parameters.pop("logprobs", False))
+        rollout = await self._open_client().generate(
+            tokens,
+            max_tokens=self._max_tokens(parameters, len(tokens)),
+            request_id=request_id,
+            priority=priority,
+            on_abort="return",
+            **generate_arguments(parameters),
+        )
+        (completion,) = rollout.completions
+        return TokenOutput(
+            token_ids=list(completion.token_ids),
+            log_probs=list(completion.logprobs) if wants_logprobs else None,
+            stop_reason="aborted" if completion.finish_reason == "abort" else "completed",
+            extra_fields=self._labels(completion),
+        )
+
+    async def set_global_steps(self, global_steps: int | None, version: int) -> None:
+        """Record verl's ``global_steps`` of the service's ``version``."""
+        self._steps[version] = global_steps
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """End running requests with their tokens so far. Hold new requests, or with ``reject_request`` refuse them."""
+        self._rejecting = reject_request
+        await self._open_client().pause("abort")
+
+    async def resume_generation(self) -> None:
+        """Resume the service, and accept requests again."""
+        await self._open_client().resume()
+        self._rejecting = False
+
+    async def clear_kv_cache(self) -> None:
+        """Do nothing: engines drop their KV cache with each version."""
+
+    async def release_kv_cache(self) -> None:
+        """Do nothing: the engines do not share verl's GPUs."""
+
+    async def resume_kv_cache(self) -> None:
+        """Do nothing: the KV cache was not released."""
+
+    async def sleep(self) -> NoReturn:
+        """Raise NotImplementedError: the engines do not share verl's GPUs."""
+        raise NotImplementedError(f"sleep: {_NO_SLEEP}")
+
+    async def wake_up(self, tags: list[str] | None = None) -> NoReturn:
+        """Raise NotImplementedError: the engines do not share verl's GPUs."""
+        raise NotImplementedError(f"wake_up: {_NO_SLEEP}")
+
+    async def start_profile(self, **kwargs: object) -> NoReturn:
+        """Raise NotImplementedError: verl cannot profile the engines."""
+        raise NotImplementedError("start_profile: the engines of the rollout service are not profiled from verl")
+
+    async def stop_profile(self) -> NoReturn:
+        """Raise NotImplementedError: verl cannot profile the engines."""
+        raise NotImplementedError("stop_profile: the engines of the rollout service are not profiled from verl")
+
+    def _max_tokens(self, parameters: dict[str, Any], prompt_tokens: int) -> int:
+        """Return the token limit as verl's vLLM server computes it: the request's, else the configured lengths, within
+        the context."""
+        named = [parameters.pop(name) for name in ("max_tokens", "max_new_tokens") if name in parameters]
+        left = min(self._response_length, self._prompt_length + self._response_length - prompt_tokens)
+        wanted = named[0] if named else left
+        if self._max_model_len is not None:
+            wanted = min(wanted, self._max_model_len - prompt_tokens)
+        return max(1, wanted)
+
+    def _labels(self, completion: Completion) -> dict[str, object]:
+        steps = [self._steps.get(version) for version in completion.versions]
+        known = [step for step in steps if step is not None]
+        return {
+            "global_steps": steps[-1] if steps else self._newest_steps(),
+            "min_global_steps": min(known, default=None),
+            "max_global_steps": max(known, default=None),
+            "weight_versions": list(completion.versions),
+        }
+
+    def _newest_steps(self) -> int | None:
+        return self._steps[max(self._steps)] if self._steps else None
+
+    def _open_client(self) -> RolloutClient:
+        if self._client is None:
+            self._client = self._settings.client()
+        return self._client
+
+
+def generate_arguments(parameters: Mapping[str, object]) -> dict[str, Any]:
+    """Return verl's sampling parameters as arguments of ``RolloutClient.generate``. Raises InvalidRequest for
+    others."""
+    refused = {
+        name: value
+        for name, value in parameters.items()
+        if value is not None and name not in _TAKEN and value != _NEUTRAL.get(name)
+    }
+    if refused:
+        raise InvalidRequest(f"sampling parameters that the rollout service does not take from verl: {refused}")
+    return {name: value for name, value in parameters.items() if name in _TAKEN and value is not None}

@@ -8,8 +8,7 @@ import ray
 from verl.workers.rollout.base import BaseRollout
 
 from rollout_service.client.verl.checkpoint_engine import SentVersion
-from rollout_service.client.verl.server import server_name
-from rollout_service.client.verl.settings import NAME
+from rollout_service.client.verl.settings import NAME, server_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollout_service.client._client import RolloutClient
+from rollout_service.client._push import Quantize
 from rollout_service.client._sync import SyncRolloutClient
-from rollout_service.client._upload import Quantize
 from rollout_service.protocol.base import Frozen
 
 NAME = "rollout_service"
@@ -52,3 +52,8 @@ def settings_of(engine_kwargs: Mapping[str, Mapping[str, object]]) -> ServiceSet
             f"engine_kwargs.{NAME}.url=http://HOST:PORT"
         )
     return ServiceSettings.model_validate(dict(given))
+
+
+def server_name(replica_rank: int) -> str:
+    """Return the name of a replica's actor."""
+    return f"rollout_service_server_{replica_rank}"

@@ -26,10 +26,14 @@ from rollout_service.compat.vllm_attention import (
 )
 from rollout_service.engine.attention import fp8_decode
 from rollout_service.engine.attention.choice import HEAD_SIZES, MIN_SHARED_TOKENS, QUERIES_PER_KV_HEAD
-from rollout_service.engine.attention.decoding import FP8Cache, grouped_decode, grouped_fp8_decode
-from rollout_service.engine.attention.flash import AttentionKernel, FlashAttend, chunk_sequences, splits
-from rollout_service.engine.attention.grouping import Entries, Grouped, Grouping
-from rollout_service.engine.attention.reads import KVReads
+from rollout_service.engine.attention.decoding import (
+    FlashAttend,
+    chunk_sequences,
+    grouped_decode,
+    grouped_fp8_decode,
+    splits,
+)
+from rollout_service.engine.attention.grouping import Entries, Grouped, Grouping, KVReads
 from rollout_service.engine.hardware import FLASH_ATTENTION_3
 
 FLASH_ATTENTION = 3
@@ -236,28 +240,22 @@ class GroupAttentionImpl(FlashAttentionImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
         assert attn_metadata is not None
-        attend = self._attend(layer, kv_cache, attn_metadata, flash_attention_calls().flash_attn_varlen_func)
-        count = grouped.sequences
-        if (own := attn_metadata.own_kernel) is None:
-            grouped_decode(query[:count], grouped, attend, output[:count])
-        else:
-            cache = FP8Cache(attend.keys, attend.values, attend.descales, attend.scale, own)
-            grouped_fp8_decode(query[:count], grouped, attend, cache, output[:count])
-        return output
-
-    def _attend(
-        self, layer: torch.nn.Module, kv_cache: torch.Tensor, metadata: GroupAttentionMetadata, kernel: AttentionKernel
-    ) -> FlashAttend:
         keys, values = kv_cache_parts(kv_cache, self.head_size)
         if is_quantized_kv_cache(self.kv_cache_dtype):
             keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
-        return FlashAttend(
-            kernel=kernel,
+        attend = FlashAttend(
+            kernel=flash_attention_calls().flash_attn_varlen_func,
             keys=keys,
             values=values,
             scale=self.scale,
             descales=qkv_scales(layer),
-            max_tokens=metadata.max_seq_len,
-            schedule=metadata.grouped_schedule,
-            splits=metadata.grouped_splits,
+            max_tokens=attn_metadata.max_seq_len,
+            schedule=attn_metadata.grouped_schedule,
+            splits=attn_metadata.grouped_splits,
         )
+        count = grouped.sequences
+        if attn_metadata.own_kernel is None:
+            grouped_decode(query[:count], grouped, attend, output[:count])
+        else:
+            grouped_fp8_decode(query[:count], grouped, attend, attn_metadata.own_kernel, output[:count])
+        return output

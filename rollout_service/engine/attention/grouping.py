@@ -7,15 +7,14 @@ row. Nothing here waits for the GPU or depends on values on the host. All output
 so that CUDA graphs can read them.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-
-from rollout_service.engine.attention.launching import RepeatedLaunch
-from rollout_service.engine.attention.reads import KVReads
 
 MAX_PAGES = (1 << 20) - 1
 MAX_SEQUENCES = 1 << 10
@@ -244,6 +243,72 @@ class Grouped(Entries):
     def rows(self) -> int:
         """Maximum number of rows of all entries: the size of buffers for queries and results."""
         return 2 * self.sequences
+
+
+class RepeatedLaunch:
+    """Launches of one kernel, with its compiled variants cached under the caller's keys.
+
+    For each launch, Triton inspects all arguments to find the compiled variant: dtypes, address alignment, multiples of
+    16, constants. With a dozen arguments that takes more than half of the launch time.
+    """
+
+    def __init__(self, kernel: Any, num_warps: int) -> None:
+        self._kernel, self._num_warps = kernel, num_warps
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(self, programs: int, key: Hashable, *arguments: Any) -> None:
+        """Queue ``programs`` programs.
+
+        Args:
+            key: equal only for arguments that Triton compiles alike.
+            arguments: all arguments of the kernel in signature order, including constants.
+        """
+        if (compiled := self._compiled.get(key)) is not None:
+            compiled[(programs, 1, 1)](*arguments)
+            return
+        compiled = self._kernel[(programs,)](*arguments, num_warps=self._num_warps)
+        if compiled is not None:  # Triton's interpreter compiles nothing
+            self._compiled[key] = compiled
+
+
+class KVReads:
+    """The KV cache tokens that decode steps attend to, and those that grouping saves, counted in GPU memory.
+
+    A reader gets the copy that the previous read queued, so that it never waits for the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counts: torch.Tensor | None = None
+        self._copy = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._copied: torch.cuda.Event | None = None
+        self._last = (0, 0)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int64 [2] on the device: tokens attended to, and tokens saved by grouping; for one layer.
+
+        Allocated with the first grouped batch. Memory allocated earlier belongs to the KV cache and is freed while the
+        engine sleeps.
+        """
+        if self._counts is None:
+            self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+        return self._counts
+
+    def read(self) -> tuple[int, int]:
+        """Return ``counts`` as of the previous call; zeros at the first call."""
+        if self._copied is not None and not self._copied.query():
+            return self._last  # the GPU has not reached the copy yet
+        attended, spared = self._copy.tolist()
+        self._last = (attended, spared)
+        if self._counts is not None:
+            # vLLM may have created both in inference mode, and torch forbids the copy outside of it
+            with torch.inference_mode():
+                self._copy.copy_(self._counts, non_blocking=True)
+            if self._device.type == "cuda":
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+        return self._last
 
 
 class Grouping:

@@ -6,7 +6,7 @@ from rollout_service.compat.vllm_internals import attention_layers
 from rollout_service.engine.attention.choice import SHOWN
 
 if TYPE_CHECKING:
-    from rollout_service.engine.attention.reads import KVReads
+    from rollout_service.engine.attention.grouping import KVReads
 
 
 class AttentionWorker:

@@ -20,11 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rollout_service.compat.vllm_internals import (
-    BaseLayerWithLoRA,
-    is_deferred_attention_layer,
-    is_of_kv_cache,
-)
+from rollout_service.compat.vllm_internals import BaseLayerWithLoRA, is_deferred_attention_layer, is_of_kv_cache
 from rollout_service.engine.loading.placement import Placement, Span
 from rollout_service.gpu.grouped_copy import GroupedCopy, Rows
 from rollout_service.store.manifest import Manifest
@@ -118,41 +114,31 @@ class CopyRecorder(TorchFunctionMode):
         name, parameter = found
         start = target.data_ptr() - parameter.data_ptr()
         for run in _runs(target, source):
-            self.copies.append(
-                Copy(
-                    parameter=name,
-                    tensor=tensor,
-                    source=first + run.source,
-                    target=start + run.target,
-                    row_bytes=run.row_bytes,
-                    rows=run.rows,
-                    source_stride_bytes=run.source_stride_bytes,
-                    target_stride_bytes=run.target_stride_bytes,
-                )
-            )
+            sizes = run.row_bytes, run.rows, run.source_stride_bytes, run.target_stride_bytes
+            self.copies.append(Copy(name, tensor, first + run.source, start + run.target, *sizes))
 
     def _parameter_of(self, target: torch.Tensor) -> tuple[str, torch.nn.Parameter] | None:
         # a reload fills temporary parameters module by module, and reuses freed storage
         address = target.untyped_storage().data_ptr()
         known = self._found.get(address)
         if known is not None:
-            parameter = _parameter(known[1], known[0].rpartition(".")[2])
-            if parameter is not None and parameter.untyped_storage().data_ptr() == address:
-                return known[0], parameter
+            name, module = known
+            parameter = getattr(module, name.rpartition(".")[2], None)
+            if isinstance(parameter, torch.nn.Parameter) and _address(parameter) == address:
+                return name, parameter
         # loaders go through the modules in order: looking from the first one takes seconds with 48 layers of experts
         for index in (*range(self._last, len(self._modules)), *range(self._last)):
             prefix, module = self._modules[index]
             for leaf, parameter in module.named_parameters(recurse=False):
-                if not parameter.is_meta and parameter.untyped_storage().data_ptr() == address:
+                if _address(parameter) == address:
                     name = f"{prefix}.{leaf}" if prefix else leaf
                     self._found[address], self._last = (name, module), index
                     return name, parameter
         return None
 
 
-def _parameter(module: torch.nn.Module, leaf: str) -> torch.nn.Parameter | None:
-    parameter = getattr(module, leaf, None)
-    return parameter if isinstance(parameter, torch.nn.Parameter) and not parameter.is_meta else None
+def _address(parameter: torch.nn.Parameter) -> int | None:
+    return None if parameter.is_meta else parameter.untyped_storage().data_ptr()
 
 
 def _runs(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
@@ -177,8 +163,7 @@ def _runs(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
 
 
 def placement_of(copies: Iterable[Copy], manifest: Manifest) -> Placement:
-    """Return the placement of all bytes that the copies read: packed, in file order, so that adjacent ranges stay
-    adjacent."""
+    """Return the packed placement of all bytes that the copies read, in file order: adjacent ranges stay adjacent."""
     place = {tensor.name: (tensor.file, tensor.offset) for tensor in manifest.tensors}
     return Placement(sorted((copy.span for copy in copies), key=lambda span: (*place[span.tensor], span.start)))
 
@@ -203,13 +188,17 @@ class CopyPlan:
     def build(
         cls, layout: str, placement: Placement, recorded: list[Copy], model: torch.nn.Module, area: torch.Tensor
     ) -> "CopyPlan":
-        """Return the plan for a layerwise reload that was recorded. Raises NoPlan if copies would not give the same
-        result.
+        """Return the plan for a recorded layerwise reload. Raises NoPlan if copies would not give the same result.
 
         ``area`` is the staging buffer, which holds the loaded version as ``placement`` says.
         """
         _require_nothing_derived(model)
-        parameters = _loadable_parameters(model)
+        parameters = {
+            f"{prefix}.{leaf}" if prefix else leaf: parameter
+            for prefix, module in model.named_modules()
+            if not is_deferred_attention_layer(module)  # its parameters are scales of the KV cache, which no plan loads
+            for leaf, parameter in module.named_parameters(recurse=False)
+        }
         by_parameter: dict[str, list[Copy]] = {name: [] for name in parameters}
         for copy in recorded:
             if copy.parameter not in by_parameter:
@@ -220,16 +209,6 @@ class CopyPlan:
         joined = _coalesce([_addresses(c, parameters[c.parameter], placement, area) for c in recorded])
         device = next(iter(parameters.values())).device
         return cls(layout, placement, GroupedCopy(joined, device), len(joined))
-
-
-def _loadable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return all parameters except the KV cache's scales, which a plan does not load."""
-    return {
-        f"{prefix}.{leaf}" if prefix else leaf: parameter
-        for prefix, module in model.named_modules()
-        if not is_deferred_attention_layer(module)
-        for leaf, parameter in module.named_parameters(recurse=False)
-    }
 
 
 def _require_nothing_derived(model: torch.nn.Module) -> None:
@@ -250,8 +229,7 @@ def _require_nothing_derived(model: torch.nn.Module) -> None:
 def _require_same(
     name: str, parameter: torch.nn.Parameter, copies: list[Copy], placement: Placement, area: torch.Tensor
 ) -> None:
-    """Raise NoPlan unless the copies into one parameter reproduce its bytes, with zeros in uncovered bytes
-    (padding)."""
+    """Raise NoPlan unless the copies into a parameter reproduce its bytes, with zeros in uncovered ones (padding)."""
     if not copies:
         raise NoPlan(f"{name} is loaded in another way than by copies, or not at all")
     in_order = in_memory_order(parameter.data)

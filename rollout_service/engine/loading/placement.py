@@ -4,11 +4,12 @@ Until a worker knows which bytes its copies read, the buffer holds whole tensors
 rows, or parts of rows, that a tensor-parallel rank copies. The buffer then has the size of the rank's shard.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from rollout_service.protocol.tensors import STORED_DTYPE_BYTES
 from rollout_service.store.manifest import Chunk, Manifest, StoredTensor
 from rollout_service.store.reading import Piece
 
@@ -103,49 +104,11 @@ def whole_span(tensor: StoredTensor) -> Span:
     return Span(tensor.name, 0, tensor.nbytes)
 
 
-def batches(tensors: Iterable[StoredTensor], most_bytes: int) -> Iterator[Piece]:
-    """Yield pieces of whole tensors in file order. Each piece is read at once, and its tensors are views of it.
-
-    A tensor whose elements would be misaligned begins a new piece. So does a tensor with which a piece would exceed
-    ``most_bytes``.
-    """
-    group: list[StoredTensor] = []
-    for tensor in tensors:
-        if group and not _may_join(group, tensor, most_bytes):
-            yield _batch(group)
-            group = []
-        group.append(tensor)
-    if group:
-        yield _batch(group)
-
-
-def _may_join(group: list[StoredTensor], tensor: StoredTensor, most_bytes: int) -> bool:
-    first, last = group[0], group[-1]
-    return (
-        (tensor.file, tensor.offset) == (last.file, last.offset + last.nbytes)
-        and tensor.offset + tensor.nbytes - first.offset <= most_bytes
-        and (tensor.offset - first.offset) % STORED_DTYPE_BYTES[tensor.dtype] == 0
-    )
-
-
-def _batch(group: list[StoredTensor]) -> Piece:
-    first, last = group[0], group[-1]
-    chunks = tuple((tensor, chunk) for tensor in group for chunk in tensor.chunks())
-    return Piece(first.file, first.offset, last.offset + last.nbytes - first.offset, chunks)
-
-
 def _tensor_ranges(piece: Piece) -> Iterator[tuple[StoredTensor, int, int]]:
     """Yield each tensor of a piece with the byte range that the piece holds."""
-    current: tuple[StoredTensor, int, int] | None = None
-    for tensor, chunk in piece.chunks:
-        if current is not None and current[0] is tensor:
-            current = tensor, current[1], chunk.start + chunk.nbytes
-            continue
-        if current is not None:
-            yield current
-        current = tensor, chunk.start, chunk.start + chunk.nbytes
-    if current is not None:
-        yield current
+    for tensor, entries in itertools.groupby(piece.chunks, key=itemgetter(0)):
+        chunks = [chunk for _, chunk in entries]
+        yield tensor, chunks[0].start, chunks[-1].start + chunks[-1].nbytes
 
 
 def _part(span: Span, start: int, end: int) -> list[tuple[Span, int]]:

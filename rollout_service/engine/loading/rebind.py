@@ -102,7 +102,7 @@ def require_same_buffers(model: torch.nn.Module, before: Mapping[str, str]) -> N
 
 def _digest(tensor: torch.Tensor) -> str:
     held = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(memoryview(held.numpy().data))
+    return xxhash.xxh3_128_hexdigest(held.numpy().data)
 
 
 def _same_parameter(model: torch.nn.Module, held: Held) -> torch.Tensor:
@@ -150,18 +150,14 @@ def _parts(value: object, path: str) -> Iterator[tuple[object, object, str]]:
     elif isinstance(value, types.MethodType):
         yield None, value.__self__, path
     elif isinstance(value, types.FunctionType):
-        yield from ((None, part, f"{path}()") for part in _closure_values(value))
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # an empty cell
+                yield None, cell.cell_contents, f"{path}()"
     elif isinstance(value, torch.nn.Module) or not f"{type(value).__module__}.".startswith(_NO_HOLDERS):
         slots = (_slots(cls) for cls in type(value).__mro__)
         names = dict.fromkeys(name for of_class in slots for name in of_class)
         own = {name: getattr(value, name) for name in names if hasattr(value, name)}
         yield from ((name, part, f"{path}.{name}") for name, part in (own | getattr(value, "__dict__", {})).items())
-
-
-def _closure_values(function: types.FunctionType) -> Iterator[object]:
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # an empty cell
-            yield cell.cell_contents
 
 
 def _slots(cls: type) -> tuple[str, ...]:

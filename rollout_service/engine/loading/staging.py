@@ -8,32 +8,31 @@ it with the engine paused.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
 
 from rollout_service.engine.loading.copy_plan import CopyPlan
-from rollout_service.engine.loading.device_staging import BOUNCE_BUFFERS, BOUNCE_BYTES, copy_and_hash, stage_on_device
+from rollout_service.engine.loading.device_staging import BOUNCE_BUFFERS, BOUNCE_BYTES, copy_and_hash
 from rollout_service.engine.loading.placement import Move, Placement, whole_span
 from rollout_service.engine.loading.read_ahead import CopyPieces, ReadAhead
 from rollout_service.engine.loading.staging_calls import StageAnswer
 from rollout_service.errors import LogCorrupt
 from rollout_service.gpu.pinning import pin, take_host_memory
 from rollout_service.gpu.streams import on_device
-from rollout_service.protocol.tensors import StoredDtype
+from rollout_service.protocol.fleet import Staging
 from rollout_service.runtime.memory import memory
 from rollout_service.runtime.threads import in_threads, io_threads
 from rollout_service.store.log import verify_tensors
 from rollout_service.store.manifest import Manifest, ManifestDamaged, StoredTensor, read_manifest
-from rollout_service.store.mapped_files import MappedFiles
+from rollout_service.store.mapped_files import MappedFiles, SpareFiles
 from rollout_service.store.reading import Piece, VersionReader, pieces
-from rollout_service.store.spare_files import SpareFiles
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +44,12 @@ PIECE_BYTES = 8 << 20
 has four times as much: one half is read and checked while the other half is copied."""
 _SLACK_BYTES = 16 << 20
 """Extra bytes for alignment, and for data in a version that the model does not have."""
-_DTYPES: dict[StoredDtype, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
+_MAX_CACHE_SHARE = 0.4
+"""Maximum share of the KV cache that ``engine.staging: auto`` takes for a buffer on the GPU. One in host memory makes
+each update's pause ten times as long, and rollouts seldom fill a GPU's whole KV cache."""
+_HOST_BYTES_PER_S = 50e9
+"""Rate of loading from pinned memory: 9.4 GB in 0.19 s on an H200 with PCIe 5.0
+(benchmarks/results/h200/update_engine.json)."""
 
 
 class CannotStage(Exception):
@@ -81,13 +80,7 @@ class Stager:
     commit."""
 
     def __init__(self, area: "StagingBuffer | None", rank: int, refused: str | None = None) -> None:
-        """Create the stager.
-
-        Args:
-            area: the staging buffer. None: there is none.
-            rank: the worker's rank in this engine.
-            refused: the reason why there is no buffer, if one was requested.
-        """
+        """``rank``: the worker's in this engine. ``refused``: why there is no buffer ``area``, if one was requested."""
         self._area, self._rank, self._refused = area, rank, refused
         self._thread = ThreadPoolExecutor(1, "stage")
         self._reading: Future[Staged] | None = None
@@ -106,21 +99,17 @@ class Stager:
         ``digest``: the digest of the expected manifest. None: any.
         """
         with self._asking:
-            reading = self._start_read(folder, digest, plan)
+            reading = self._reading
+            if reading is None or digest is None or (folder, digest) != self._asked or self._has_failed():
+                self._asked = folder, digest
+                ahead, self._ahead = self._ahead, None
+                if ahead is not None:
+                    ahead.stop()
+                reading = self._reading = self._thread.submit(self._read, folder, digest, plan, ahead)
         try:
             return StageAnswer(refused=reading.result().refused)
         except LogCorrupt as error:
             return StageAnswer(corrupt=(error.message, error.detail))
-
-    def _start_read(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> Future[Staged]:
-        if (folder, digest) == self._asked and digest is not None and self._reading and not self._has_failed():
-            return self._reading
-        self._asked = folder, digest
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.stop()
-        self._reading = self._thread.submit(self._read, folder, digest, plan, ahead)
-        return self._reading
 
     def staged(self, folder: Path) -> Staged | None:
         """Return the version in ``folder`` if it was read and checked, else None."""
@@ -135,11 +124,12 @@ class Stager:
         self.forget()
         if self._area is None or staged is None or plan is None or plan.layout != staged.layout:
             return
-        before = self._ahead_before
-        self._ahead = self._area.ahead_of(staged, plan.placement, every=self._rank == 0, before=before)
-        self._ahead_before = self._ahead
-        if self._ahead is not None:
-            self._reading_ahead = self._thread.submit(self._read_ahead, self._ahead, staged.folder.parent)
+        if self._area.may_map:
+            ahead = ReadAhead(
+                staged.manifest, plan.placement, BOUNCE_BYTES, every=self._rank == 0, before=self._ahead_before
+            )
+            self._ahead = self._ahead_before = ahead
+            self._reading_ahead = self._thread.submit(self._read_ahead, ahead, staged.folder.parent)
 
     def forget(self) -> None:
         """Discard the staged version."""
@@ -201,8 +191,7 @@ class StagingBuffer:
     """Holds the bytes of one version that one worker loads."""
 
     def __init__(self, kind: StagingKind, model: torch.nn.Module, device: torch.device, workers: int = 1) -> None:
-        """Allocate the buffer for one of the ``workers`` of an engine, which share the machine's cores. Raises
-        CannotStage if there is no memory."""
+        """Allocate the buffer. ``workers``: those of the engine, which share the host's cores. Raises CannotStage."""
         self._device, self._threads = device, max(1, io_threads() // workers)
         self._taken_anew = kind == "memory"
         self._mapped = MappedFiles(pin) if kind == "device" else None
@@ -214,20 +203,14 @@ class StagingBuffer:
         if kind == "device":
             # one allocation, which sleep mode releases as a whole, and in which bounce buffers have aligned addresses
             sizes = [BOUNCE_BYTES] * BOUNCE_BUFFERS + [area_bytes(model)]
-            *self._bounce_buffers, self.memory = _allocate(sum(sizes), device, pinned=False).split(sizes)
+            *self._bounce_buffers, self.memory = _allocate(sum(sizes), device=device).split(sizes)
         elif self.limit_bytes is not None:
             self.memory = _take_host_memory(self.limit_bytes, device)
 
-    def ahead_of(
-        self, loaded: Staged, placement: Placement, *, every: bool, before: ReadAhead | None
-    ) -> ReadAhead | None:
-        """Return a reader of the next version's upload. None if reading ahead is not possible.
-
-        Arguments as for ``fill`` and ``ReadAhead``.
-        """
-        if self._mapped is None:
-            return None
-        return ReadAhead(loaded.manifest, placement, BOUNCE_BYTES, every=every, before=before)
+    @property
+    def may_map(self) -> bool:
+        """True if files of a log in memory are mapped, and so can be read before their version is committed."""
+        return self._mapped is not None
 
     def fill(
         self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool, ahead: ReadAhead | None = None
@@ -243,13 +226,35 @@ class StagingBuffer:
             ahead: a reader that may have read some of the version.
         """
         if self.limit_bytes is None:
-            self.memory = _allocate(placement.nbytes, None, pinned=False)
+            self.memory = _allocate(placement.nbytes)
         elif placement.nbytes > self.limit_bytes:
             raise CannotStage(
                 f"{placement.nbytes} bytes of version {manifest.version} would lie in the staging area, which has "
                 f"{self.limit_bytes}"
             )
-        self._read(folder, manifest, placement, every=every, ahead=ahead)
+        with self._reader(folder, manifest) as reader:
+            most_bytes = BOUNCE_BYTES if reader.is_mapped else PIECE_BYTES
+            found = pieces(placement.chunks(manifest, every=every), most_bytes)
+            if reader.is_mapped:
+                if ahead is not None and ahead.placement is placement:
+                    found = iter(ahead.remaining_pieces(manifest))
+                try:
+                    for batch, digests in copy_and_hash(reader, found, placement, self.memory, self._bounce_buffers):
+                        reader.require([entry for piece in batch for entry in piece.chunks], digests)
+                except torch.OutOfMemoryError as error:  # the hash tables need about 100 bytes per MiB
+                    raise CannotStage(f"the GPU has no memory to check version {manifest.version}: {error}") from error
+                return
+            all_found = list(found)
+            parts = [all_found[first :: self._threads] for first in range(self._threads)]
+            work = [(self._lane(), part) for part in parts if part]  # allocates all memory before anything is read
+
+            def run(each: tuple[_Fill | _ToDevice, list[Piece]]) -> None:
+                lane, part = each
+                for piece in part:
+                    lane.read(reader, piece, placement.moves(piece))
+                lane.end()
+
+            list(in_threads(run, work))
 
     def register(self, spare: SpareFiles, is_stopped: Callable[[], bool]) -> None:
         """Register the files of the next versions with CUDA, which takes 0.3 s per GB. Raises OSError."""
@@ -264,25 +269,6 @@ class StagingBuffer:
         self._mapped.prune()
         with on_device(self._device), VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
             yield lambda found: copy_and_hash(reader, found, placement, self.memory, self._bounce_buffers)
-
-    def _read(
-        self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool, ahead: ReadAhead | None = None
-    ) -> None:
-        with self._reader(folder, manifest) as reader:
-            most_bytes = BOUNCE_BYTES if reader.is_mapped else PIECE_BYTES
-            found: Iterable[Piece] = pieces(placement.chunks(manifest, every=every), most_bytes)
-            if reader.is_mapped:
-                if ahead is not None and ahead.placement is placement:
-                    found = ahead.remaining_pieces(manifest)
-                try:
-                    stage_on_device(reader, found, placement, self.memory, self._bounce_buffers)
-                except torch.OutOfMemoryError as error:  # the hash tables need about 100 bytes per MiB
-                    raise CannotStage(f"the GPU has no memory to check version {manifest.version}: {error}") from error
-                return
-            all_found = list(found)
-            lanes = [all_found[first :: self._threads] for first in range(self._threads)]
-            work = [(self._lane(), lane) for lane in lanes if lane]  # allocates all memory before anything is read
-            list(in_threads(lambda each: _run(each[0], reader, placement, each[1]), work))
 
     def _reader(self, folder: Path, manifest: Manifest) -> VersionReader:
         """Return a reader that maps the files if they are reused, so that each is registered with CUDA once."""
@@ -299,7 +285,7 @@ class StagingBuffer:
             self._mapped = None
             return VersionReader(folder, manifest)
 
-    def _lane(self) -> "_Lane":
+    def _lane(self) -> "_Fill | _ToDevice":
         if not self.memory.is_cuda:
             return _Fill(self.memory)
         with on_device(self._device):
@@ -325,20 +311,7 @@ def area_bytes(model: torch.nn.Module) -> int:
 
 def tensor_view(memory: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:
     """Return a stored tensor as a view of ``memory``, uint8 [nbytes]."""
-    return memory.view(_DTYPES[tensor.dtype]).view(tensor.shape)
-
-
-class _Lane(Protocol):
-    """The resources of one thread."""
-
-    def read(self, reader: VersionReader, piece: Piece, moves: list[Move]) -> None: ...
-    def end(self) -> None: ...
-
-
-def _run(lane: _Lane, reader: VersionReader, placement: Placement, found: list[Piece]) -> None:
-    for piece in found:
-        lane.read(reader, piece, placement.moves(piece))
-    lane.end()
+    return memory.view(getattr(torch, tensor.dtype)).view(tensor.shape)
 
 
 class _Fill:
@@ -374,7 +347,7 @@ class _ToDevice:
 
     def __init__(self, area: torch.Tensor, device: torch.device) -> None:
         self._area, self._device = area, device
-        self._buffers = [(_allocate_pinned(PIECE_BYTES), _allocate_pinned(PIECE_BYTES)) for _ in range(2)]
+        self._buffers = [[_allocate(PIECE_BYTES, pin_memory=True) for _ in range(2)] for _ in range(2)]
         self._free = [torch.cuda.Event() for _ in self._buffers]
         self._stream = torch.cuda.Stream(device)
         self._turn = 0
@@ -454,15 +427,32 @@ def _take_host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(taken, dtype=torch.uint8)
 
 
-def _allocate_pinned(nbytes: int) -> torch.Tensor:
-    return _allocate(nbytes, None, pinned=True)
-
-
-def _allocate(nbytes: int, device: torch.device | None, *, pinned: bool) -> torch.Tensor:
-    where = f"{device} memory" if device is not None else "pinned memory" if pinned else "memory"
+def _allocate(nbytes: int, *, device: torch.device | None = None, pin_memory: bool = False) -> torch.Tensor:
     try:
-        if device is not None:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
     except RuntimeError as error:  # torch has no narrower error for memory that the driver refuses
+        where = f"{device} memory" if device is not None else "pinned memory" if pin_memory else "memory"
         raise CannotStage(f"there are no {nbytes} bytes of {where} to stage in: {error}") from error
+
+
+def choose_staging(area_bytes: int, cache_bytes: int, host_bytes: int, ranks: int) -> tuple[Staging, str]:
+    """Return the kind of ``engine.staging: auto``, and the cost of each kind. A buffer on the GPU reduces the KV cache.
+
+    Args:
+        area_bytes: size of the buffer of a GPU, equal to its weights.
+        cache_bytes: GPU memory for the KV cache and scratch memory without a buffer.
+        host_bytes: free memory of the machine.
+        ranks: GPUs of one engine, all on this machine. Each has a buffer of its own.
+    """
+    kind: Staging = "none"
+    if 0 < area_bytes <= _MAX_CACHE_SHARE * cache_bytes:
+        kind = "device"
+    elif area_bytes * ranks <= host_bytes:
+        kind = "host"
+    share = min(1.0, area_bytes / cache_bytes) if cache_bytes > 0 else 1.0
+    gb = f"{area_bytes / 1e9:.1f} GB"
+    device = f"device: {gb}, {share:.0%} of the KV cache's {max(0, cache_bytes) / 1e9:.1f} GB"
+    host = f"host: updates close the engine for {area_bytes / _HOST_BYTES_PER_S:.2f} s"
+    if kind == "none":
+        host = f"host: {gb} of memory for each GPU of an engine, and {host_bytes / 1e9:.1f} GB are free"
+    return kind, f"engine.staging auto is {kind} ({device}; {host})"

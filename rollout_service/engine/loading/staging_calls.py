@@ -43,27 +43,24 @@ class StageAnswer(Frozen):
     """Any other error."""
 
 
-class StagingServer:
+class StagingServer(socketserver.ThreadingUnixStreamServer):
     """A worker's server. It answers in threads until the process ends or ``close`` is called."""
+
+    daemon_threads = True
+    block_on_close = False  # a thread may be waiting until a version is read
 
     def __init__(self, stage: Callable[[Path, str | None], StageAnswer]) -> None:
         """Start the server. ``stage`` reads and checks a version; several threads may call it for one replica."""
+        self.stage = stage
         # an abstract name (unix(7)) leaves no file when the process is killed
         self.address = f"\0rollout-staging-{uuid.uuid4().hex}"
-        self._server = _Server(self.address, _Handler)
-        self._server.stage = stage
-        threading.Thread(target=self._server.serve_forever, name="staging-calls", daemon=True).start()
+        super().__init__(self.address, _Handler)
+        threading.Thread(target=self.serve_forever, name="staging-calls", daemon=True).start()
 
     def close(self) -> None:
         """Stop answering."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(socketserver.ThreadingUnixStreamServer):
-    daemon_threads = True
-    block_on_close = False  # a thread may be waiting until a version is read
-    stage: Callable[[Path, str | None], StageAnswer]
+        self.shutdown()
+        self.server_close()
 
     def verify_request(self, request: object, client_address: object) -> bool:
         """Return True if the peer is this user. Any user may connect to an abstract name."""
@@ -73,7 +70,7 @@ class _Server(socketserver.ThreadingUnixStreamServer):
 
 
 class _Handler(socketserver.StreamRequestHandler):
-    server: _Server
+    server: StagingServer
 
     def handle(self) -> None:
         if not (line := self.rfile.readline()):

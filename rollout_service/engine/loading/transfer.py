@@ -24,17 +24,20 @@ from vllm.platforms import current_platform
 from rollout_service.compat.vllm_internals import (
     Attention,
     MambaBase,
-    VocabParallelEmbedding,
     finalize_layerwise_reload,
     initialize_layerwise_reload,
-    is_deferred_attention_layer,
-    load_progress,
     name_partial_loaders,
 )
 from rollout_service.engine.kernels.deep_gemm import compile_kernels
 from rollout_service.engine.loading.copy_plan import CopyPlan, CopyRecorder, NoPlan, Sources, placement_of
-from rollout_service.engine.loading.cpu_copies import renew_convolutions, renew_tied_head
-from rollout_service.engine.loading.direct_copies import DirectCopies, unloaded_modules
+from rollout_service.engine.loading.layerwise import (
+    DirectCopies,
+    incomplete_modules,
+    names_of_parameters,
+    renew_convolutions,
+    renew_tied_head,
+    unloaded_modules,
+)
 from rollout_service.engine.loading.rebind import (
     Held,
     Unbound,
@@ -49,9 +52,9 @@ from rollout_service.engine.loading.staging import (
     Stager,
     StagingBuffer,
     area_bytes,
+    choose_staging,
 )
 from rollout_service.engine.loading.staging_calls import StageAnswer, StagingServer
-from rollout_service.engine.loading.staging_choice import StagingChoice, choose
 from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.engine.sleeping import staging_memory
@@ -126,8 +129,10 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         else:
             compile_kernels(model, vllm_config.scheduler_config.max_num_batched_tokens, device)
         if kind == "auto":
-            choice = _choose(vllm_config, device, model)
-            kind, self.why_there = choice.kind, str(choice)
+            _, total = torch.cuda.mem_get_info(device)
+            usable = int(total * vllm_config.cache_config.gpu_memory_utilization)
+            left = usable - torch.cuda.memory_allocated(device)  # the weights, and nothing else yet
+            kind, self.why_there = choose_staging(area_bytes(model), left, memory().free_bytes, parallel.world_size)
         self.staging: Staging = kind or "none"
         """The kind of staging buffer."""
         if self.staging != "none":
@@ -143,9 +148,10 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         self._plan: CopyPlan | None = None
         # the CPU's kernels keep packed copies of weights, which no plan would renew
         self._may_plan = not current_platform.is_cpu()
-        self._no_plan: tuple[str, str] | None = None
-        self._recorder: CopyRecorder | None = None
-        self._held_before: list[Held] = []
+        self._no_plan: dict[str, str] = {}
+        """Layouts that have no plan, with the reason."""
+        self._recorded: tuple[CopyRecorder, list[Held]] | None = None
+        """The copies of the current reload, and the tensors held before it."""
         self._layerwise: Staged | None = None
         self._copied_directly: list[torch.nn.Module] = []
         name_partial_loaders(model)
@@ -174,7 +180,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
 
     def plan_loads(self, allowed: bool) -> None:
         """Allow or forbid copy plans. The next version is loaded layerwise in either case."""
-        self._plan, self._may_plan, self._no_plan = None, allowed, None
+        self._plan, self._may_plan, self._no_plan = None, allowed, {}
 
     def start_weight_update(self) -> None:
         """Do nothing: the way of loading depends on the version."""
@@ -234,16 +240,13 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
                 f"{staged.folder} left {len(unloaded)} modules without weights: {sorted(unloaded)[:5]}. vLLM's "
                 f"{type(self.model).__name__} loads them in a way that its layerwise reload does not notice"
             )
-        incomplete = incomplete_modules(self.model)
-        if incomplete:
+        if incomplete := incomplete_modules(self.model):
             raise RuntimeError(f"{staged.folder} left {len(incomplete)} modules incomplete: {incomplete[:5]}")
 
     def _load_all(self, staged: Staged) -> dict[str, torch.nn.Module]:
         """Load every tensor in a layerwise reload, and return the modules that received nothing, by name."""
-        served = {name for name, _ in self.model.named_parameters()}
-        names = _names_of_parameters(self.model)
-        self._layerwise = staged
-        sources = Sources()
+        served, names = {name for name, _ in self.model.named_parameters()}, names_of_parameters(self.model)
+        self._layerwise, sources = staged, Sources()
         recording = self._record_copies(staged, sources)
         initialize_layerwise_reload(self.model)
         # vLLM derives some tensors after loading (latent attention's absorbed matrices); these are served but never
@@ -257,31 +260,31 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         return unloaded_modules(self.model, expected)
 
     def _tensors(self, staged: Staged, sources: Sources) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._area is None or staged.placement is None or not staged.is_whole:
-            yield from stored_tensors(staged.folder, staged.manifest, sources.add)
-            return
-        for name, tensor in self._area.tensors(staged.manifest, staged.placement):
+        tensors = stored_tensors(staged.folder, staged.manifest)
+        if self._area is not None and staged.placement is not None and staged.is_whole:
+            tensors = self._area.tensors(staged.manifest, staged.placement)
+        for name, tensor in tensors:
             sources.add(name, tensor)
             yield name, tensor
 
     def _record_copies(self, staged: Staged, sources: Sources) -> AbstractContextManager[object]:
         """Return the context that records copies for a plan, if possible. Call it before the reload begins."""
-        self._recorder = None
-        if self._area is None or not self._may_plan or self._reason_without_plan(staged) is not None:
+        self._recorded = None
+        if self._area is None or not self._may_plan or staged.layout in self._no_plan:
             return nullcontext()
-        self._held_before = list(held_tensors(self.model))
-        self._recorder = CopyRecorder(self.model, sources)
-        return self._recorder
+        recorder = CopyRecorder(self.model, sources)
+        self._recorded = recorder, list(held_tensors(self.model))
+        return recorder
 
     def _learn(self, staged: Staged) -> None:
         """Build the plan for the next versions, if possible."""
         self._plan = None
-        recorder, self._recorder = self._recorder, None
-        held_before, self._held_before = self._held_before, []
-        if self._area is None or recorder is None:
-            if (known := self._reason_without_plan(staged)) is not None:
-                self.report["no_plan"] = known
+        recorded, self._recorded = self._recorded, None
+        if self._area is None or recorded is None:
+            if staged.layout in self._no_plan:
+                self.report["no_plan"] = self._no_plan[staged.layout]
             return
+        recorder, held_before = recorded
         try:
             # expert kernels still read the scales of temporary parameters, which a plan cannot reach
             self.report["bound"] = bind_to_parameters(self.model, held_before)
@@ -293,27 +296,11 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             plan = CopyPlan.build(staged.layout, placement, recorder.copies, self.model, self._area.memory)
             plan.run()  # repeats the same bytes, so that the kernel is compiled now and not while rollouts wait
             self._plan = plan
-        except (NoPlan, Unbound) as reason:
-            self._no_plan = staged.layout, str(reason)
-            self._without_plan(reason)
-        except (CannotStage, LogCorrupt, OSError) as reason:  # another version may still get a plan
-            self._without_plan(reason)
-
-    def _reason_without_plan(self, staged: Staged) -> str | None:
-        """Return the known reason why versions of this layout have no plan, or None."""
-        return self._no_plan[1] if self._no_plan is not None and self._no_plan[0] == staged.layout else None
-
-    def _without_plan(self, reason: Exception) -> None:
-        logger.warning("versions are loaded by vLLM's layerwise reload: %s", reason)
-        self.report["no_plan"] = str(reason)
-
-
-def _choose(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> StagingChoice:
-    """Return the staging choice for a model whose weights, and nothing else yet, are on the device."""
-    _, total = torch.cuda.mem_get_info(device)
-    usable = int(total * vllm_config.cache_config.gpu_memory_utilization)
-    left = usable - torch.cuda.memory_allocated(device)
-    return choose(area_bytes(model), left, memory().free_bytes, vllm_config.parallel_config.world_size)
+        except (NoPlan, Unbound, CannotStage, LogCorrupt, OSError) as reason:
+            logger.warning("versions are loaded by vLLM's layerwise reload: %s", reason)
+            self.report["no_plan"] = str(reason)
+            if isinstance(reason, (NoPlan, Unbound)):  # otherwise another version may still get a plan
+                self._no_plan[staged.layout] = str(reason)
 
 
 def _refuse_state_space(model: torch.nn.Module) -> None:
@@ -326,27 +313,3 @@ def _refuse_state_space(model: torch.nn.Module) -> None:
             f"{type(model).__name__} has state-space layers that vLLM's CPU engine does not compute: Mamba of the "
             "first kind, or of the second without attention layers beside it. Serve it on a GPU"
         )
-
-
-def _names_of_parameters(model: torch.nn.Module) -> dict[str, set[str]]:
-    """Return all names of each parameter. vLLM's Transformers backend has some modules in two places. LoRA layers wrap
-    others, whose weights are loaded under their own names."""
-    by_identity: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_identity.setdefault(id(parameter), set()).update((name, name.replace(".base_layer.", ".")))
-    return {name: names for names in by_identity.values() for name in names}
-
-
-def incomplete_modules(model: torch.nn.Module) -> list[str]:
-    """Return the modules that received only some of their weights in a reload: one expert of many, q without k.
-
-    The result of ``load_weights`` does not tell, because one slice counts as the whole parameter there.
-    """
-    return [
-        f"{name} ({loaded} of {wanted} elements)"
-        for name, module in model.named_modules()
-        # padding is never loaded, and scales of the KV cache are optional
-        if not isinstance(module, VocabParallelEmbedding) and not is_deferred_attention_layer(module)
-        for loaded, wanted in [load_progress(module)]
-        if 0 < loaded < wanted
-    ]

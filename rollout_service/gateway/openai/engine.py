@@ -21,9 +21,8 @@ from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.generate import sampled_first
 from rollout_service.gateway.openai.exchange import current
-from rollout_service.gateway.prompts import roll_out, text_of
-from rollout_service.gateway.streams import live_pieces
-from rollout_service.gateway.text import TextStream, token_strings
+from rollout_service.gateway.prompts import roll_out
+from rollout_service.gateway.streams import TextStream, live_pieces, text_of, token_strings
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.sampling import Reasoning, Sampling, StructuredOutputs

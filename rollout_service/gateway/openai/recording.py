@@ -232,8 +232,9 @@ def _make_forgiving(parser: type[Parser] | None) -> type[Parser] | None:
     return None if parser is None else type(parser.__name__, (_Forgiving, parser), {})
 
 
-class _KeepsTurns(OpenAIServingChat):
-    """Reports how each completion ended, and records each reply for its session as sent to the agent."""
+class RecordedChat(OpenAIServingChat):
+    """OpenAI's Chat Completions API. Reports how each completion ended, and records each reply for its session as sent
+    to the agent."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -301,11 +302,7 @@ def _add(told: dict[int, Message], chunk: Message) -> None:
             function["arguments"] += call["function"].get("arguments") or ""
 
 
-class RecordedChat(_KeepsTurns):
-    """OpenAI's Chat Completions API."""
-
-
-class RecordedMessages(_KeepsTurns, AnthropicServingMessages):
+class RecordedMessages(RecordedChat, AnthropicServingMessages):
     """Anthropic's Messages API, which vLLM maps to chat completions."""
 
     def _fit(self, choice: Any, text: str) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from itertools import chain
-from typing import Annotated, Any, Protocol, cast
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Body, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -251,13 +251,7 @@ def _reply_as_text(item: object) -> object:
     return {"role": "assistant", "content": content} if isinstance(content, str) else item
 
 
-class _Tool(Protocol):
-    """A tool of any API."""
-
-    type: str
-
-
-def _refuse_tools_that_nobody_runs(tools: Sequence[_Tool]) -> None:
+def _refuse_tools_that_nobody_runs(tools: Sequence[Any]) -> None:
     """Raise BadRequest for tools that vLLM would silently leave out of the prompt."""
     unknown = sorted({tool.type for tool in tools} - TOOLS_OF_AGENTS)
     if unknown:

@@ -8,8 +8,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.generate import spans
-from rollout_service.gateway.prompts import DATA_ERRORS, check_prompts, read_prompts, roll_out_all, text_of
+from rollout_service.gateway.prompts import DATA_ERRORS, check_prompts, read_prompts, roll_out_all
 from rollout_service.gateway.sglang.replies import DataRoute
+from rollout_service.gateway.streams import text_of
 from rollout_service.protocol.base import FEW, Frozen
 from rollout_service.protocol.generate import RolloutOptions, TokenIds, WantedVersion
 from rollout_service.protocol.rollout import Completion, Rollout

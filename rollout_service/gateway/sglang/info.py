@@ -7,8 +7,8 @@ from fastapi import APIRouter, Response
 
 from rollout_service import __version__
 from rollout_service.errors import NotReady
+from rollout_service.gateway.control import failed_starts, known_fleet
 from rollout_service.gateway.dependencies import Here, Services
-from rollout_service.gateway.readiness import failed_starts, known_fleet
 from rollout_service.gateway.sglang.replies import ControlRoute, DataRoute
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 
@@ -22,7 +22,7 @@ async def server_info(services: Here) -> dict[str, object]:
 
     The newer route ``GET /server_info`` is in ``gateway/vllm_weights.py``.
     """
-    fleet = await known_fleet(services.ingest, services.not_running)
+    fleet = await known_fleet(services)
     return {
         **_model(services, fleet),
         "tp_size": services.tensor_parallel_size,
@@ -40,16 +40,13 @@ async def server_info(services: Here) -> dict[str, object]:
 @router.get("/get_model_info")
 async def model_info(services: Here) -> dict[str, object]:
     """Return the served model and the newest weight version."""
-    return _model(services, await known_fleet(services.ingest, services.not_running))
+    return _model(services, await known_fleet(services))
 
 
 @router.get("/v1/loads")
 async def loads(services: Here, include: Literal["core"] = "core") -> dict[str, object]:
     """Return the load of each engine as last reported, at least every ``weights.poll_s`` seconds."""
-    ranks = [
-        _load(rank, replica)
-        for rank, replica in enumerate(_serving_replicas(await known_fleet(services.ingest, services.not_running)))
-    ]
+    ranks = [_load(rank, replica) for rank, replica in enumerate(_serving_replicas(await known_fleet(services)))]
     return {
         "timestamp": datetime.now(UTC).isoformat(),
         "version": __version__,
@@ -66,7 +63,7 @@ async def loads(services: Here, include: Literal["core"] = "core") -> dict[str, 
 async def health_generate(services: Here) -> Response:
     """Answer 200 if a replica is ready, else 503, both empty. Each replica checks its own engine."""
     try:
-        await failed_starts(services.ingest, services.not_running)
+        await failed_starts(services)
     except NotReady as error:
         return Response(status_code=error.http_status)
     return Response()

@@ -8,31 +8,57 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 
 from rollout_service.errors import Forbidden, InvalidRequest, MalformedRequest, RolloutServiceError, Unauthorized
-from rollout_service.gateway.folder_updates import is_worth_repeating
-from rollout_service.gateway.routes import GuardedRoute, PromptsRoute
+from rollout_service.gateway.routes import GuardedRoute, OpenRoute, PromptsRoute
+from rollout_service.gateway.update_weights import is_worth_repeating
 from rollout_service.web.errors import ErrorResponse, validation_error
 
 
-class DataRoute(PromptsRoute):
+class _SglangRoute(OpenRoute):
+    """A route that answers its own errors."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
+        """Return the function that answers requests. FastAPI calls this."""
+        handle = super().get_route_handler()
+
+        async def handle_errors(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                return self.refusal(validation_error(f"{request.method} {request.url.path}", error.errors()))
+            except RolloutServiceError as error:
+                return self.refusal(error)
+
+        return handle_errors
+
+    def refusal(self, error: RolloutServiceError) -> Response:
+        """Return the reply to a request that failed."""
+        raise NotImplementedError
+
+
+class DataRoute(_SglangRoute, PromptsRoute):
     """An open route that answers 400 for invalid requests, as SGLang does."""
 
     errors = (*PromptsRoute.errors, MalformedRequest)
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
-        """Return the function that answers requests. FastAPI calls this."""
-        return _answer_errors(super().get_route_handler(), _data_refusal)
+    def refusal(self, error: RolloutServiceError) -> Response:
+        """Return the error with status 400 for 422."""
+        status = 400 if isinstance(error, InvalidRequest) else error.http_status
+        headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
+        return ErrorResponse(error.to_wire(), status_code=status, headers=headers)
 
 
-class ControlRoute(GuardedRoute):
+class ControlRoute(_SglangRoute, GuardedRoute):
     """A guarded route whose errors have ``success: false`` and ``message``, in addition to this service's format."""
 
     errors = (*GuardedRoute.errors, MalformedRequest)
     waits_s: ClassVar[float] = 600.0
     """Maximum seconds to wait until the fleet has obeyed."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
-        """Return the function that answers requests. FastAPI calls this."""
-        return _answer_errors(super().get_route_handler(), _control_refusal)
+    def refusal(self, error: RolloutServiceError) -> Response:
+        """Return the error in both formats."""
+        kept = isinstance(error, Unauthorized | Forbidden) or is_worth_repeating(error)
+        body = {"success": False, "message": error.message, **error.to_wire()}
+        return ErrorResponse(body, status_code=error.http_status if kept else 400)
 
 
 class Done(BaseModel):
@@ -47,30 +73,3 @@ class Success(BaseModel):
 
     success: bool = True
     message: str
-
-
-_Handler = Callable[[Request], Coroutine[object, None, Response]]
-
-
-def _answer_errors(handle: _Handler, refusal: Callable[[RolloutServiceError], Response]) -> _Handler:
-    async def handle_errors(request: Request) -> Response:
-        try:
-            return await handle(request)
-        except RequestValidationError as error:
-            return refusal(validation_error(f"{request.method} {request.url.path}", error.errors()))
-        except RolloutServiceError as error:
-            return refusal(error)
-
-    return handle_errors
-
-
-def _data_refusal(error: RolloutServiceError) -> Response:
-    status = 400 if isinstance(error, InvalidRequest) else error.http_status
-    headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
-    return ErrorResponse(error.to_wire(), status_code=status, headers=headers)
-
-
-def _control_refusal(error: RolloutServiceError) -> Response:
-    kept = isinstance(error, Unauthorized | Forbidden) or is_worth_repeating(error)
-    body = {"success": False, "message": error.message, **error.to_wire()}
-    return ErrorResponse(body, status_code=error.http_status if kept else 400)

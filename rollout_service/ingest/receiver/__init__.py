@@ -1,10 +1,8 @@
 """The receiver process: a rank of a trainer's group that receives its broadcasts.
 
     receiver.py  in the ingest: starts and kills the process, requests tensors from it, and forwards batches
-    process.py   the main loop of the process
+    process.py   the main loop of the process, and the messages between both
     links.py     one broadcast over NCCL, or over gloo if the ingest has no GPU
-    shared_memory.py  the memory that both processes share
-    messages.py  the messages between both processes
 
 It is a separate process because a collective cannot be cancelled. If a trainer dies within a broadcast, the other rank
 waits forever, and only killing that rank ends it.

@@ -8,7 +8,6 @@ without joining: after joining, the trainer would wait in NCCL, which has no tim
 
 import base64
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]  # torch documents its stores here
@@ -32,20 +31,32 @@ _SPEAKS_TIMEOUT = timedelta(seconds=10)
 _ASK_TIMEOUT = timedelta(seconds=2)
 
 
-class Link(Protocol):
+class Link:
     """One rank of a group whose rank 0 is the trainer. Its methods block, and raise RuntimeError."""
 
     device: torch.device
     """Device on which ``broadcast`` needs its tensor."""
+    _store: TCPStore | None = None
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fill a contiguous tensor with the trainer's data; returns once it is filled."""
-
-    def trainer_is_there(self) -> bool | None:
-        """Return True if the trainer still serves the group's store; None if there is no store."""
+        raise NotImplementedError
 
     def leave(self) -> None:
         """Leave the group."""
+        raise NotImplementedError
+
+    def trainer_is_there(self) -> bool | None:
+        """Return True if the trainer still serves the group's store; None if there is no store."""
+        if self._store is None:
+            return None
+        self._store.set_timeout(_ASK_TIMEOUT)
+        try:
+            self._store.check([BACKEND_KEY])
+        except RuntimeError:
+            return False
+        self._store.set_timeout(JOIN_TIMEOUT)
+        return True
 
 
 def join(init: TransferInit, backend: TransferBackend) -> Link:
@@ -53,7 +64,7 @@ def join(init: TransferInit, backend: TransferBackend) -> Link:
     return NcclLink(init) if backend == "nccl" else GlooLink(init)
 
 
-class GlooLink:
+class GlooLink(Link):
     """A link over TCP between host memories, in a group that is not torch's default one."""
 
     def __init__(self, init: TransferInit) -> None:
@@ -67,13 +78,6 @@ class GlooLink:
         self._store = TCPStore(
             init.master_address, init.master_port, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT
         )
-        self._require_gloo(init)
-        store = PrefixStore(GLOO_PREFIX, self._store)
-        self._group = ProcessGroupGloo(store, init.rank_offset, init.world_size, BROADCAST_TIMEOUT)
-        self._from_trainer = BroadcastOptions()
-        self._from_trainer.rootRank, self._from_trainer.rootTensor = 0, 0
-
-    def _require_gloo(self, init: TransferInit) -> None:
         try:
             self._store.wait([BACKEND_KEY], _SPEAKS_TIMEOUT)
         except DistStoreError as error:
@@ -82,22 +86,22 @@ class GlooLink:
                 "speaks gloo, so it speaks NCCL, and this ingest has no GPU: set weights.ingest_num_gpus, so that it "
                 "is given one that the trainer does not use; nothing was joined"
             ) from error
+        store = PrefixStore(GLOO_PREFIX, self._store)
+        self._group = ProcessGroupGloo(store, init.rank_offset, init.world_size, BROADCAST_TIMEOUT)
+        self._from_trainer = BroadcastOptions()
+        self._from_trainer.rootRank, self._from_trainer.rootTensor = 0, 0
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """See ``Link``. Also raises RuntimeError after BROADCAST_TIMEOUT."""
         data = tensor.view(-1).view(torch.uint8)
         self._group.broadcast([data], self._from_trainer).wait()  # type: ignore[attr-defined]  # its base class has it
 
-    def trainer_is_there(self) -> bool | None:
-        """See ``Link``."""
-        return _serves(self._store)
-
     def leave(self) -> None:
         """See ``Link``."""
         del self._group, self._store
 
 
-class NcclLink:
+class NcclLink(Link):
     """vLLM's communicator on this process's first GPU."""
 
     def __init__(self, init: TransferInit) -> None:
@@ -105,7 +109,6 @@ class NcclLink:
 
         self.device = torch.device("cuda", 0)
         torch.cuda.set_device(self.device)
-        self._store: TCPStore | None = None
         if init.nccl_unique_id_b64 is not None:
             unique_id = base64.b64decode(init.nccl_unique_id_b64)
         else:
@@ -119,10 +122,6 @@ class NcclLink:
         stream = torch.cuda.current_stream()
         self._group.broadcast(tensor, src=0, stream=stream)
         stream.synchronize()
-
-    def trainer_is_there(self) -> bool | None:
-        """See ``Link``."""
-        return None if self._store is None else _serves(self._store)
 
     def leave(self) -> None:
         """See ``Link``."""
@@ -147,14 +146,3 @@ def ask_for_unique_id(init: TransferInit) -> tuple[TCPStore, bytes]:
             f"the store at {init.master_address}, port {init.master_port}, has under {NCCL_UNIQUE_ID_KEY} {error}: "
             "rank 0 of the group must be vLLM's trainer engine; nothing was joined"
         ) from error
-
-
-def _serves(store: TCPStore) -> bool:
-    """Return True if the store answers."""
-    store.set_timeout(_ASK_TIMEOUT)
-    try:
-        store.check([BACKEND_KEY])
-    except RuntimeError:
-        return False
-    store.set_timeout(JOIN_TIMEOUT)
-    return True

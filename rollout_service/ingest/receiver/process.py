@@ -1,35 +1,90 @@
 """Main loop of the receiver process: join the group, receive broadcasts, copy tensors into the shared memory.
 
-It does one thing at a time and keeps no state between announcements, so it may be killed at any time.
+It does one thing at a time and keeps no state between announcements, so it may be killed at any time. The messages come
+through a pipe that no other process can open.
 """
 
 import math
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, TypeAlias
 
 import torch
 
-from rollout_service.engine.parent_death import die_with_parent
+from rollout_service.engine.processes import die_with_parent
 from rollout_service.ingest.receiver.links import Link, join
-from rollout_service.ingest.receiver.messages import (
-    AskTrainer,
-    Failed,
-    Filled,
-    Free,
-    Join,
-    Joined,
-    Leave,
-    Pipe,
-    Receive,
-    Received,
-    TrainerThere,
-)
 from rollout_service.protocol.ring import Ring, aligned
-from rollout_service.protocol.weight_transfer import TensorsToCome, broadcasts, total
+from rollout_service.protocol.weight_transfer import TensorsToCome, TransferBackend, TransferInit, broadcasts, total
 from rollout_service.runtime.shared_memory import SharedMemory
 
 BATCH_BYTES = 64 << 20
 """Maximum size in bytes of a batch, unless a single tensor is larger. The ingest converts several batches at once."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """Become a rank of this group. The first message; answered by ``JOINED``."""
+
+    init: TransferInit
+    backend: TransferBackend
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Receive these broadcasts. Answered by ``Filled`` for each batch, and by ``RECEIVED``."""
+
+    tensors: TensorsToCome
+
+
+@dataclass(frozen=True)
+class Free:
+    """The oldest ``batches`` filled batches are no longer read."""
+
+    batches: int
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A batch lies in the shared memory: place in the announcement and offset in bytes of each tensor."""
+
+    tensors: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class TrainerThere:
+    """False: the trainer and its store are gone. None: there is no store to ask."""
+
+    there: bool | None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The group is unusable, and the process ends."""
+
+    reason: str
+
+
+class Signal(Enum):
+    """The messages without content."""
+
+    ASK_TRAINER = auto()
+    """Check that the trainer still serves the group's store. Answered by ``TrainerThere``."""
+    LEAVE = auto()
+    """Leave the group and end."""
+    JOINED = auto()
+    """The process has joined the group."""
+    RECEIVED = auto()
+    """Every broadcast of the announcement has been received."""
+
+
+ToProcess: TypeAlias = Join | Receive | Free | Signal
+FromProcess: TypeAlias = Filled | TrainerThere | Failed | Signal
+
+
+Pipe: TypeAlias = Any
+"""``multiprocessing.connection.Connection``, which has type parameters only in typeshed."""
 
 
 def run(pipe: Pipe, process: int, descriptor: int, name: str) -> None:
@@ -41,7 +96,7 @@ def run(pipe: Pipe, process: int, descriptor: int, name: str) -> None:
         assert isinstance(first, Join), first
         memory = SharedMemory.open(process, descriptor, name)
         link = join(first.init, first.backend)
-        pipe.send(Joined())
+        pipe.send(Signal.JOINED)
         Rank(pipe, link, memory, first).serve()
     except EOFError:  # the ingest has closed its end
         return
@@ -61,7 +116,7 @@ class Rank:
     def serve(self) -> None:
         """Handle messages until the ingest sends Leave. Raises EOFError if the ingest ends without one."""
         try:
-            while not isinstance(message := self._pipe.recv(), Leave):
+            while (message := self._pipe.recv()) is not Signal.LEAVE:
                 self._obey(message)
         finally:
             self._link.leave()
@@ -69,7 +124,7 @@ class Rank:
     def _obey(self, message: object) -> None:
         if isinstance(message, Free):
             self._ring.give_back(message.batches)
-        elif isinstance(message, AskTrainer):
+        elif message is Signal.ASK_TRAINER:
             self._pipe.send(TrainerThere(self._link.trainer_is_there()))
         elif isinstance(message, Receive):
             self._receive(message)
@@ -86,7 +141,7 @@ class Rank:
             if received.nbytes:  # NCCL does not support broadcasts of zero bytes
                 self._link.broadcast(received if packed else _typed(received, tensors, places[0]))
             self._hand_on(received, places, sizes)
-        self._pipe.send(Received())
+        self._pipe.send(Signal.RECEIVED)
 
     def _room(self, nbytes: int) -> torch.Tensor:
         """Return uint8 [nbytes] on the link's device; the next broadcast reuses it."""
@@ -98,13 +153,15 @@ class Rank:
     def _hand_on(self, received: torch.Tensor, places: Sequence[int], sizes: Sequence[int]) -> None:
         start = 0
         for batch in _batches(places, sizes):
-            room = sum(aligned(sizes[place]) for place in batch)
-            position = self._take(room)
+            position = self._take(sum(aligned(sizes[place]) for place in batch))
             filled = []
             for place in batch:
-                self._copy(received[start : start + sizes[place]], position)
+                nbytes = sizes[place]
+                if nbytes:
+                    room = self._memory.view[position : position + nbytes]
+                    torch.frombuffer(room, dtype=torch.uint8).copy_(received[start : start + nbytes])
                 filled.append((place, position))
-                start, position = start + sizes[place], position + aligned(sizes[place])
+                start, position = start + nbytes, position + aligned(nbytes)
             self._pipe.send(Filled(tuple(filled)))
 
     def _take(self, nbytes: int) -> int:
@@ -112,11 +169,6 @@ class Rank:
         while (start := self._ring.take(nbytes)) is None:
             self._obey(self._pipe.recv())
         return start
-
-    def _copy(self, data: torch.Tensor, position: int) -> None:
-        if data.nbytes:
-            room = self._memory.view[position : position + data.nbytes]
-            torch.frombuffer(room, dtype=torch.uint8).copy_(data)
 
 
 def _batches(places: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -15,22 +15,19 @@ from typing import NoReturn, TypeAlias
 import torch
 
 from rollout_service.errors import WeightTransferFailed
-from rollout_service.ingest.receiver.messages import (
-    AskTrainer,
+from rollout_service.ingest.receiver.process import (
     Failed,
     Filled,
     Free,
     FromProcess,
     Join,
-    Joined,
-    Leave,
     Pipe,
     Receive,
-    Received,
+    Signal,
     ToProcess,
     TrainerThere,
+    run,
 )
-from rollout_service.ingest.receiver.process import run
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.protocol.weight_transfer import TensorsToCome, TransferBackend, TransferInit
 from rollout_service.runtime.shared_memory import SharedMemory
@@ -96,7 +93,7 @@ class Receiver:
         """Become a rank of the trainer's group."""
         self._send(Join(init, backend))
         message = await self._next(JOIN_TIMEOUT_S, "the group was not there")
-        assert isinstance(message, Joined), message
+        assert message is Signal.JOINED, message
 
     async def receive(self, tensors: TensorsToCome, convert: Convert) -> None:
         """Receive the broadcasts of these tensors. Returns once all have come; some may not be converted yet.
@@ -104,14 +101,14 @@ class Receiver:
         ``convert`` is called for a few tensors at a time, which stay in memory until its future is done.
         """
         self._send(Receive(tensors))
-        while not isinstance(message := await self._next(SILENCE_TIMEOUT_S, "nothing was broadcast"), Received):
+        while (message := await self._next(SILENCE_TIMEOUT_S, "nothing was broadcast")) is not Signal.RECEIVED:
             assert isinstance(message, Filled), message
             self._hand_on(message, tensors, convert)
 
     async def trainer_is_there(self) -> bool:
         """Return True if the trainer still serves the group's store, or if there is no store."""
         try:
-            self._send(AskTrainer())
+            self._send(Signal.ASK_TRAINER)
             message = await self._next(ANSWER_TIMEOUT_S, "no answer came")
         except WeightTransferFailed:
             return False
@@ -120,9 +117,8 @@ class Receiver:
 
     async def leave(self) -> None:
         """Leave the group and end the process, by killing it if necessary."""
-        with contextlib.suppress(WeightTransferFailed):
-            self._send(Leave())
-            await asyncio.to_thread(self._process.join, END_TIMEOUT_S)
+        self._send(Signal.LEAVE)
+        await asyncio.to_thread(self._process.join, END_TIMEOUT_S)
         await self.kill("it was told to leave the group")
 
     async def kill(self, why: str) -> None:
@@ -155,14 +151,11 @@ class Receiver:
             self._in_use.popleft()
             batches += 1
         if batches:
-            with contextlib.suppress(WeightTransferFailed):  # the next call that waits for the process raises the error
-                self._send(Free(batches))
+            self._send(Free(batches))
 
     def _send(self, message: ToProcess) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the process has ended: whoever waits for its answer gets the error
             self._pipe.send(message)
-        except OSError as error:
-            raise self._failed(f"the receiver process {self.pid} has ended ({error})") from error
 
     async def _next(self, timeout_s: float, what: str) -> FromProcess:
         while self._why_ended is None:
@@ -176,14 +169,11 @@ class Receiver:
         else:
             raise self._failed(self._why_ended)
         if message is None:
-            await self._fail(self._ending())
+            self._process.join(END_TIMEOUT_S)  # its pipe is closed, so it is ending
+            await self._fail(f"the receiver process {self.pid} ended with exit code {self._process.exitcode}")
         if isinstance(message, Failed):
             await self._fail(message.reason)
         return message
-
-    def _ending(self) -> str:
-        self._process.join(END_TIMEOUT_S)  # its pipe is closed, so it is ending
-        return f"the receiver process {self.pid} ended with exit code {self._process.exitcode}"
 
     def _failed(self, reason: str) -> WeightTransferFailed:
         return WeightTransferFailed(f"{self._why_ended or reason}. Join again: POST /init_weight_transfer_engine")

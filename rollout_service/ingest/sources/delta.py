@@ -1,6 +1,6 @@
 """Tensors of a delta upload: copied from the base version in the log, with the trainer's changes applied.
 
-The changes of a tensor are known once its part has arrived (``changes.py``).
+The changes of a tensor are known once its part has arrived (``protocol/delta_parts.py``).
 
 Each byte is copied once, changed in its target, and hashed once, when it is stored. A GPU does this if the ingest has
 one and the log is in memory (``gpu_changes``), otherwise threads do. The changes come with the digest of the result, so
@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from rollout_service.errors import DeltaBaseGone, InvalidDelta, LogCorrupt, NotFound, QuantizationError
-from rollout_service.ingest.sources.changes import Change
 from rollout_service.ingest.sources.source import as_tensor, of_dtype
+from rollout_service.ingest.staged_parts import StagedParts
 from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.protocol import delta
-from rollout_service.protocol.upload import DTYPE_BYTES, BeginUpload, UploadTensor, base_digest
+from rollout_service.protocol.delta_parts import PartHeader, decode_header, most_header_bytes
+from rollout_service.protocol.upload import DTYPE_BYTES, BeginUpload, base_digest
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.threads import in_threads
 from rollout_service.store.buffers import ThreadBuffers, round_up
@@ -44,32 +45,66 @@ _CHECK_BYTES = 16 << 20
 _OUTSIDE = "a change lies outside of its segment"
 
 
-class _Known(NamedTuple):
-    announced: UploadTensor
-    stored: StoredTensor
-    """The tensor in the base."""
+class Change(NamedTuple):
+    """The changes of one tensor in a part."""
 
-
-class _Tensor(NamedTuple):
-    announced: UploadTensor
-    stored: StoredTensor
-    """The tensor in the base."""
+    encoded: memoryview
+    """The encoded changes, see ``protocol/delta.py``."""
     digest: str
-    """Digest that the tensor must have in the new version."""
+    """Digest that the tensor must have after the change."""
 
 
-class _Stretch(NamedTuple):
-    places: list[slice]
-    """Adjacent segments of one tensor."""
-    changes: dict[int, delta.Segment]
-    """Changes of the tensor by the offset of their segment, in bytes."""
+class ReceivedChanges:
+    """The changes in the received parts of one delta."""
+
+    def __init__(self, parts: StagedParts, begin: BeginUpload) -> None:
+        self._parts, self._begin = parts, begin
+        self._names = [tensor.name for tensor in begin.tensors]
+        self._part_of = {self._names[i]: part for part, tensors in enumerate(begin.delta_parts) for i in tensors}
+        self._place_of = {self._names[i]: i - tensors.start for tensors in begin.delta_parts for i in tensors}
+        self._headers: dict[int, PartHeader] = {}
+
+    def add(self, part: int, nbytes: int) -> list[str]:
+        """Read the header of a part of ``nbytes`` at its place. Return the tensors that the part covers.
+
+        Raises InvalidDelta if the header is invalid, or the part covers other tensors than announced. Raises OSError.
+        """
+        tensors = self._begin.delta_parts[part]
+        try:
+            self._headers[part] = decode_header(
+                self._parts.read(part, 0, min(nbytes, most_header_bytes(len(tensors)))),
+                nbytes,
+                tensors,
+                [self._begin.tensors[number].nbytes for number in tensors],
+            )
+        except ValueError as error:
+            assert self._begin.delta is not None
+            raise InvalidDelta(
+                f"version {self._begin.version}: part {part} of its changes since version {self._begin.delta.base} "
+                f"cannot be read: {error}: push the whole version; the one before stays live",
+                {"version": self._begin.version, "base": self._begin.delta.base, "part": part},
+            ) from error
+        return [self._names[number] for number in tensors]
+
+    def read(self, names: Sequence[str]) -> Iterator[Change | None]:
+        """Yield the change of each of these tensors, None if unchanged. Their parts must have arrived. Raises
+        OSError."""
+        for name in names:
+            part, place = self._part_of[name], self._place_of[name]
+            header = self._headers[part]
+            change = header.changes[place]
+            if change is None:
+                yield None
+                continue
+            encoded = self._parts.read(part, header.starts[place], change.nbytes)
+            yield Change(encoded, change.digest)
 
 
 @dataclass(eq=False)
 class _OnGpu:
     """Tensors that a GPU produces."""
 
-    tensors: list[_Tensor]
+    tensors: list[StoredTensor]
     """Tensors in the GPU's order: those with the same rule for valid numbers are adjacent."""
     made: "Made"
     whole: list[int]
@@ -110,12 +145,14 @@ class DeltaOfVersion:
             if manifest.recipe != recipe:
                 raise self._gone("it was quantized otherwise than versions are now")
             stored = {tensor.name: tensor for tensor in manifest.tensors}
-            self._tensors = dict(self._matched(begin, stored))
+            self._require_same(begin, stored)
+            self._tensors = {tensor.name: stored[tensor.name] for tensor in begin.tensors}
+            """The announced tensors, as they are in the base."""
             self._reader = VersionReader(log.folder(self._base), manifest, mapped)
         except (NotFound, LogCorrupt, OSError) as error:
             raise self._gone(str(error)) from error
 
-    def _matched(self, begin: BeginUpload, stored: dict[str, StoredTensor]) -> Iterator[tuple[str, _Known]]:
+    def _require_same(self, begin: BeginUpload, stored: dict[str, StoredTensor]) -> None:
         assert begin.delta is not None
         for tensor in begin.tensors:
             known = stored.get(tensor.name)
@@ -125,8 +162,6 @@ class DeltaOfVersion:
         found = base_digest(stored[tensor.name].digest for tensor in begin.tensors)
         if found != begin.delta.base_digest:
             raise self._gone(f"its tensors hash to {found}, and not to {begin.delta.base_digest} as the delta says")
-        for tensor in begin.tensors:
-            yield tensor.name, _Known(tensor, stored[tensor.name])
 
     @property
     def base(self) -> int:
@@ -135,8 +170,8 @@ class DeltaOfVersion:
 
     def batches(self, names: Iterable[str], batch_bytes: int) -> Iterator[list[str]]:
         """Yield the names in lists whose tensors have about ``batch_bytes``: one part may cover many tensors."""
-        stored = (self._tensors[name].stored for name in names)
-        return ([tensor.name for tensor in several] for several in groups_of(stored, batch_bytes))
+        tensors = (self._tensors[name] for name in names)
+        return ([tensor.name for tensor in several] for several in groups_of(tensors, batch_bytes))
 
     def reading(
         self,
@@ -155,31 +190,31 @@ class DeltaOfVersion:
 
         def read(names: Sequence[str]) -> Iterator[Named]:
             came = list(changes(names))
-            tensors = [self._told(name, change) for name, change in zip(names, came, strict=True)]
+            tensors = [self._tensors[name] for name in names]
+            for tensor, change in zip(tensors, came, strict=True):
+                self._digests[tensor.name] = tensor.digest if change is None else change.digest
+                self._on_gpu.pop(tensor.name, None)  # left over from an attempt that failed
             encoded = [None if change is None else change.encoded for change in came]
             del came
-            for name in names:
-                self._on_gpu.pop(name, None)  # left over from an attempt that failed
             # before the first tensor is requested, so that threads that take turns with the GPU decode concurrently
             decoded = [] if gpu is None or not self._reader.is_mapped else self._decoded(tensors, encoded)
             return made(tensors, encoded, decoded)
 
         def made(
-            tensors: Sequence[_Tensor],
+            tensors: Sequence[StoredTensor],
             encoded: Sequence[memoryview | None],
-            decoded: "Sequence[tuple[_Tensor, Changed]]",
+            decoded: "Sequence[tuple[StoredTensor, Changed]]",
         ) -> Iterator[Named]:
             by_gpu = self._made_on(gpu, decoded) if gpu is not None and decoded else {}
             del decoded
             for tensor, data, changed in zip(tensors, self._places(tensors, slot), encoded, strict=True):
-                name, dtype, shape = tensor.stored.name, tensor.announced.dtype, tensor.announced.shape
-                if name in by_gpu:
-                    self._on_gpu[name], there = by_gpu.pop(name)
-                    yield name, of_dtype(there, dtype, shape)
+                if tensor.name in by_gpu:
+                    self._on_gpu[tensor.name], there = by_gpu.pop(tensor.name)
+                    yield tensor.name, of_dtype(there, tensor.dtype, tensor.shape)
                     del there
                     continue
                 self._make(tensor, changed, data)
-                yield name, as_tensor(data, dtype, shape)
+                yield tensor.name, as_tensor(data, tensor.dtype, tensor.shape)
 
         return read
 
@@ -207,31 +242,25 @@ class DeltaOfVersion:
         for tensor in tensors:
             digest = self._digests.get(tensor.name)
             if digest is not None and tensor.digest != digest:
-                known = self._tensors[tensor.name]
-                raise self._other_than_announced(_Tensor(*known, digest), tensor.digest)
+                raise self._other_than_announced(self._tensors[tensor.name], tensor.digest)
 
     def close(self) -> None:
         """Close the base's files."""
         self._reader.close()
 
-    def _told(self, name: str, change: Change | None) -> _Tensor:
-        known = self._tensors[name]
-        digest = self._digests[name] = known.stored.digest if change is None else change.digest
-        return _Tensor(*known, digest)
-
-    def _places(self, tensors: Sequence[_Tensor], slot: Callable[[str], memoryview] | None) -> list[memoryview]:
+    def _places(self, tensors: Sequence[StoredTensor], slot: Callable[[str], memoryview] | None) -> list[memoryview]:
         """Return the memory in which each tensor is produced: its own, or a part of one buffer that this thread's next
         call reuses."""
         if slot is not None:
-            return [slot(tensor.stored.name) for tensor in tensors]
-        ends = list(accumulate(round_up(tensor.stored.nbytes) for tensor in tensors))
+            return [slot(tensor.name) for tensor in tensors]
+        ends = list(accumulate(round_up(tensor.nbytes) for tensor in tensors))
         buffer = self._buffers.take(ends[-1])
-        starts = (end - round_up(tensor.stored.nbytes) for end, tensor in zip(ends, tensors, strict=True))
-        return [buffer[start : start + each.stored.nbytes] for start, each in zip(starts, tensors, strict=True)]
+        starts = (end - round_up(tensor.nbytes) for end, tensor in zip(ends, tensors, strict=True))
+        return [buffer[start : start + each.nbytes] for start, each in zip(starts, tensors, strict=True)]
 
     def _decoded(
-        self, tensors: Sequence[_Tensor], encoded: Sequence[memoryview | None]
-    ) -> "list[tuple[_Tensor, Changed]]":
+        self, tensors: Sequence[StoredTensor], encoded: Sequence[memoryview | None]
+    ) -> "list[tuple[StoredTensor, Changed]]":
         """Return the changed tensors in the GPU's order. Raises InvalidDelta for undecodable bytes."""
         from rollout_service.ingest.sources.gpu_changes import Changed  # needs triton
 
@@ -240,14 +269,14 @@ class DeltaOfVersion:
         decoded = []
         for tensor, data in wanted:
             try:
-                changed = Changed(self._reader.view_of(tensor.stored), data, DTYPE_BYTES[tensor.announced.dtype])
+                changed = Changed(self._reader.view_of(tensor), data, DTYPE_BYTES[tensor.dtype])
             except ValueError as error:
                 raise self._undecoded(tensor, str(error)) from error
             decoded.append((tensor, changed))
         return decoded
 
     def _made_on(
-        self, gpu: torch.device, decoded: "Sequence[tuple[_Tensor, Changed]]"
+        self, gpu: torch.device, decoded: "Sequence[tuple[StoredTensor, Changed]]"
     ) -> dict[str, tuple[_OnGpu, torch.Tensor]]:
         """Return the tensors by name, with their bytes, uint8. Empty if the GPU is out of memory; the host then
         produces them."""
@@ -256,18 +285,18 @@ class DeltaOfVersion:
         try:
             made = made_on(gpu, [changed for _, changed in decoded])
         except torch.cuda.OutOfMemoryError as error:
-            names = ", ".join(tensor.stored.name for tensor, _ in decoded[:4])
+            names = ", ".join(tensor.name for tensor, _ in decoded[:4])
             logger.warning("%d tensors (%s, ...) are changed on the host: the GPU has no room: %s",
                            len(decoded), names, error)  # fmt: skip
             return {}
         whole = [number for number, (_, changed) in enumerate(decoded) if changed.whole]
         on_gpu = _OnGpu([tensor for tensor, _ in decoded], made, whole)
-        return {tensor.stored.name: (on_gpu, data) for tensor, data in zip(on_gpu.tensors, made.tensors, strict=True)}
+        return {tensor.name: (on_gpu, data) for tensor, data in zip(on_gpu.tensors, made.tensors, strict=True)}
 
-    def _kind(self, tensor: _Tensor) -> tuple[int, str, bool]:
+    def _kind(self, tensor: StoredTensor) -> tuple[int, str, bool]:
         """Sort key: equal for tensors with the same rule for valid numbers; elements of one size are adjacent."""
-        dtype = tensor.announced.dtype
-        return DTYPE_BYTES[dtype], dtype, self._converter.makes_scales(tensor.stored.name)
+        dtype = tensor.dtype
+        return DTYPE_BYTES[dtype], dtype, self._converter.makes_scales(tensor.name)
 
     def _ask(self, on_gpu: _OnGpu, checks: DeferredChecks) -> None:
         """Queue checks that changes lie within their segments, and that the new values may be stored."""
@@ -287,30 +316,35 @@ class DeltaOfVersion:
             numbers = list(group)
             elements = made.became(numbers[0], numbers[-1] + 1)
             if elements.numel():
-                dtype = tensors[numbers[0]].announced.dtype
-                name = tensors[numbers[0]].stored.name
+                dtype = tensors[numbers[0]].dtype
+                name = tensors[numbers[0]].name
                 are_sound = self._converter.are_sound(name, of_dtype(elements.view(torch.uint8), dtype, (-1,)))
                 checks.add(are_sound, partial(complain, numbers))
         for number in on_gpu.whole:
             tensor = tensors[number]
-            data = of_dtype(made.tensors[number], tensor.announced.dtype, (-1,))
-            checks.add(self._converter.are_sound(tensor.stored.name, data), partial(complain, [number]))
+            data = of_dtype(made.tensors[number], tensor.dtype, (-1,))
+            checks.add(self._converter.are_sound(tensor.name, data), partial(complain, [number]))
 
-    def _make(self, tensor: _Tensor, encoded: memoryview | None, data: memoryview) -> None:
+    def _make(self, tensor: StoredTensor, encoded: memoryview | None, data: memoryview) -> None:
         """Produce the tensor in ``data``. ``encoded``: its changes; None: it has none."""
-        itemsize = DTYPE_BYTES[tensor.announced.dtype]
+        itemsize = DTYPE_BYTES[tensor.dtype]
 
-        def make(stretch: _Stretch) -> bool:
+        def make(stretch: list[slice]) -> bool:
             told: list[delta.Array] = []
-            for place in stretch.places:
-                self._reader.copy_unchecked(tensor.stored, place, data[place])
-                if (segment := stretch.changes.get(place.start)) is not None:
+            for place in stretch:
+                self._reader.copy_unchecked(tensor, place, data[place])
+                if (segment := changed.get(place.start)) is not None:
                     told.append(delta.apply_segment(segment, data[place], itemsize))
-            return not told or self._are_sound(tensor, np.concatenate(told) if len(told) > 1 else told[0])
+            if not told:
+                return True
+            values = np.concatenate(told) if len(told) > 1 else told[0]
+            return self._may_be_stored(tensor, as_tensor(values.data, tensor.dtype, (len(values),)))
 
         try:
             segments = [] if encoded is None else delta.changed_segments(encoded, data.nbytes, itemsize)
-            stretches = _stretches(data.nbytes, segments)
+            changed = {segment.place.start: segment for segment in segments}
+            places = list(delta.segments(data.nbytes))
+            stretches = [places[i : i + _STRETCH_SEGMENTS] for i in range(0, len(places), _STRETCH_SEGMENTS)]
             # produce all of them even if one is invalid: the digest of the whole tells whether base or changes are
             # wrong
             sound = all(list(in_threads(make, stretches)))
@@ -321,45 +355,41 @@ class DeltaOfVersion:
         if not sound:
             self._complain(tensor, data)
 
-    def _complain(self, tensor: _Tensor, data: memoryview) -> None:
+    def _complain(self, tensor: StoredTensor, data: memoryview) -> None:
         """Raise the reason why these bytes of the tensor may not be stored; return if they may."""
-        elements = as_tensor(data, tensor.announced.dtype, tensor.announced.shape)
+        elements = as_tensor(data, tensor.dtype, tensor.shape)
         if self._may_be_stored(tensor, elements):
             return
-        if (found := tensor_digests(data)[0]) != tensor.digest:
+        if (found := tensor_digests(data)[0]) != self._digests[tensor.name]:
             raise self._other_than_announced(tensor, found)
-        for _ in self._converter.convert([(tensor.stored.name, elements)]):
+        for _ in self._converter.convert([(tensor.name, elements)]):
             pass  # it raises, and names the element
 
-    def _are_sound(self, tensor: _Tensor, values: delta.Array) -> bool:
-        """Return True if these elements, in one dimension, may be stored."""
-        return self._may_be_stored(tensor, as_tensor(values.data, tensor.announced.dtype, (len(values),)))
-
-    def _may_be_stored(self, tensor: _Tensor, elements: torch.Tensor) -> bool:
+    def _may_be_stored(self, tensor: StoredTensor, elements: torch.Tensor) -> bool:
         try:
-            for _ in self._converter.convert([(tensor.stored.name, elements)]):
+            for _ in self._converter.convert([(tensor.name, elements)]):
                 pass
         except QuantizationError:
             return False
         return True
 
-    def _other_than_announced(self, tensor: _Tensor, found: str) -> InvalidDelta | DeltaBaseGone:
+    def _other_than_announced(self, tensor: StoredTensor, found: str) -> InvalidDelta | DeltaBaseGone:
         try:
-            self._reader.check(tensor.stored, memoryview(bytearray(_CHECK_BYTES)))
+            self._reader.check(tensor, memoryview(bytearray(_CHECK_BYTES)))
         except (LogCorrupt, OSError) as error:
             return self._gone(str(error))
         return self._invalid(
-            tensor.stored.name, f"make a tensor that hashes to {found}, and not to {tensor.digest} as was announced"
+            tensor, f"make a tensor that hashes to {found}, and not to {self._digests[tensor.name]} as was announced"
         )
 
-    def _undecoded(self, tensor: _Tensor, why: str) -> InvalidDelta:
-        return self._invalid(tensor.stored.name, f"cannot be decoded: {why}")
+    def _undecoded(self, tensor: StoredTensor, why: str) -> InvalidDelta:
+        return self._invalid(tensor, f"cannot be decoded: {why}")
 
-    def _invalid(self, name: str, what: str) -> InvalidDelta:
+    def _invalid(self, tensor: StoredTensor, what: str) -> InvalidDelta:
         return InvalidDelta(
-            f"version {self._version}: the changes of {name} since version {self._base} {what}: push the whole "
+            f"version {self._version}: the changes of {tensor.name} since version {self._base} {what}: push the whole "
             "version; the one before stays live",
-            {"version": self._version, "base": self._base, "tensor": name},
+            {"version": self._version, "base": self._base, "tensor": tensor.name},
         )
 
     def _gone(self, why: str) -> DeltaBaseGone:
@@ -368,9 +398,3 @@ class DeltaOfVersion:
             "the whole version, with transport='http' or again with the same client",
             {"version": self._version, "base": self._base},
         )
-
-
-def _stretches(nbytes: int, changes: Iterable[delta.Segment]) -> list[_Stretch]:
-    places = list(delta.segments(nbytes))
-    by_start = {change.place.start: change for change in changes}
-    return [_Stretch(places[i : i + _STRETCH_SEGMENTS], by_start) for i in range(0, len(places), _STRETCH_SEGMENTS)]

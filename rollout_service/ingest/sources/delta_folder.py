@@ -24,8 +24,7 @@ import zstandard
 from blake3 import blake3
 
 from rollout_service.errors import InvalidDelta, InvalidManifest
-from rollout_service.ingest.sources.folder import allowed_path
-from rollout_service.ingest.sources.foreign_file import Header
+from rollout_service.ingest.sources.folder import Header, allowed_path
 from rollout_service.model.weight_files import INDEX_FILE, distinct_files
 from rollout_service.runtime.threads import stretches
 from rollout_service.store.durable_io import remove_tree
@@ -93,7 +92,6 @@ def _overwrite(packed: memoryview, tensor: Bytes, fill: Fill, hasher: _Hasher) -
 
 
 _ENCODINGS: dict[str, Callable[[memoryview, Bytes, Fill, _Hasher], None]] = {"xor": _xor, "overwrite": _overwrite}
-_CODECS = ("zstd",)
 _CHECKSUMS: dict[str, Callable[[], _Hasher]] = {"xxh3-128": xxhash.xxh3_128, "blake3": blake3, "adler32": _Adler32}
 
 
@@ -199,7 +197,7 @@ class DeltaFolder:
         ):
             raise InvalidDelta(f"{folder} is version {self.version}, and cannot be a delta of version {self.base}")
         self._apply = _ENCODINGS[_known(folder, "delta_encoding", said, tuple(_ENCODINGS))]
-        _known(folder, "compression_format", said, _CODECS)
+        _known(folder, "compression_format", said, ("zstd",))
         self._new_hasher = _CHECKSUMS[_known(folder, "checksum_format", said, tuple(_CHECKSUMS))]
         self._changes = dict(self._read(index))
         content = [said, sorted((name, change.checksum) for name, change in self._changes.items())]

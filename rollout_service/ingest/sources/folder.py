@@ -1,27 +1,45 @@
-"""A folder of safetensors, readable by the ingest, as a source of weights."""
+"""A folder of safetensors, readable by the ingest, as a source of weights.
+
+Another process may change its files: the trainer may save its next checkpoint into the same folder at any moment. They
+are therefore read, never mapped, and checked for changes at each read. If a mapped file shrinks, the process is killed
+(SIGBUS). If a file is rewritten in place, two versions would be mixed.
+"""
 
 import json
 import logging
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
-from rollout_service.ingest.sources.foreign_file import SourceFile, SourceReader
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.model.weight_files import INDEX_FILE, weight_files
 from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
-from rollout_service.protocol.upload import SourceDtype, UploadTensor
+from rollout_service.protocol.upload import DTYPE_BYTES, SourceDtype, UploadTensor
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.store.buffers import ThreadBuffers, round_up
 from rollout_service.store.layout import groups_of
+from rollout_service.store.reading import read_at
 from rollout_service.store.upload_record import source_stamp
 
 logger = logging.getLogger(__name__)
+_MOST_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+_DTYPES: dict[str, SourceDtype] = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F8_E4M3": "float8_e4m3fn",
+    "I8": "int8",
+}
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -41,6 +59,85 @@ def allowed_path(path: Path, roots: tuple[Path, ...]) -> Path:
             "trainer writes into, or upload them"
         )
     return resolved
+
+
+class SourceTensor(NamedTuple):
+    """One entry of a header."""
+
+    dtype: SourceDtype
+    shape: tuple[int, ...]
+    offset: int
+    """Offset in the file, in bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class Header(NamedTuple):
+    """The header of a safetensors file."""
+
+    entries: list[tuple[str, str, tuple[int, ...], int]]
+    """Names, dtypes, shapes and offsets in the file of all tensors, in the order of their bytes."""
+    metadata: dict[str, str]
+    """The texts under ``__metadata__``."""
+    stat: os.stat_result
+
+    @classmethod
+    def of(cls, path: Path) -> "Header":
+        """Read the header of a file. Raises InvalidManifest for a file that is not safetensors or cannot be read."""
+        try:
+            with path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                header = _header(file.fileno(), stat.st_size)
+                entries = _entries(header, stat.st_size)
+        except (SafetensorError, OSError) as error:
+            raise InvalidManifest(f"{path} is not a safetensors file: {error}") from error
+        return cls(entries, json.loads(header[8:]).get("__metadata__") or {}, stat)
+
+
+class SourceFile:
+    """A safetensors file. Its header is read at construction.
+
+    Raises InvalidManifest for a file that is not safetensors, cannot be read, or holds an unsupported dtype.
+    """
+
+    def __init__(self, path: Path, ignored: IgnoredTensors = NOTHING_IGNORED) -> None:
+        """``ignored``: tensors that are left out, whatever their dtype."""
+        self.path = path
+        self.ignored: list[str] = []
+        """Names of the tensors that are left out."""
+        self.tensors: dict[str, SourceTensor] = {}
+        """Tensors by name, in the order of their bytes."""
+        header = Header.of(path)
+        self._stat = header.stat
+        for name, dtype, shape, offset in header.entries:
+            if name in ignored:
+                self.ignored.append(name)
+            else:
+                self.tensors[name] = SourceTensor(self._known(name, dtype), shape, offset)
+
+    def _known(self, name: str, dtype: str) -> SourceDtype:
+        if dtype not in _DTYPES:
+            raise InvalidManifest(
+                f"{name} in {self.path.name} is {dtype}; the ingest takes {', '.join(_DTYPES)} and quantizes itself",
+                {"tensor": name, "dtype": dtype},
+            )
+        return _DTYPES[dtype]
+
+    def read(self, fd: int, name: str, room: memoryview, start: int = 0) -> None:
+        """Fill ``room`` with the tensor's bytes from ``start`` on. ``fd``: the open file. Raises InvalidManifest if the
+        file was changed, or OSError."""
+        done = read_at(fd, self.tensors[name].offset + start, room)
+        before, now = self._stat, os.fstat(fd)  # after reading, so that a write before or during the read is detected
+        if done < room.nbytes or _identity(now) != _identity(before):
+            raise InvalidManifest(
+                f"{name} was to be read from {self.path}, which has changed since its version was begun: "
+                f"{before.st_size} bytes, modified at {before.st_mtime:.3f}, and {now.st_size} bytes, "
+                f"modified at {now.st_mtime:.3f} now; leave the files of a source alone until its version is committed",
+                {"tensor": name, "file": str(self.path)},
+            )
 
 
 class FolderSource:
@@ -98,19 +195,17 @@ class FolderSource:
         sizes = [self._file_of[name].tensors[name].nbytes for name in names]
         room = self._buffers.take(sum(map(round_up, sizes)))
         for file, of_file in groupby(zip(names, sizes, strict=True), key=lambda item: self._file_of[item[0]]):
-            with file.reading() as reader:
+            with file.path.open("rb", buffering=0) as opened:
                 for name, nbytes in of_file:
                     data, room = room[:nbytes], room[round_up(nbytes) :]
+                    fill = partial(_read_range, file, opened.fileno(), name, data)
                     if self._change is None:
-                        reader.read(name, data)
+                        fill(slice(0, nbytes))
                     else:
-                        self._change(name, data, partial(_read_range, reader, name, data))
-                    yield name, self._tensor(name, data)
-
-    def _tensor(self, name: str, data: memoryview) -> torch.Tensor:
-        tensor = self._file_of[name].tensors[name]
-        read = as_tensor(data, tensor.dtype, tensor.shape)
-        return read.float() if _is_widened(name, tensor.dtype) else read
+                        self._change(name, data, fill)
+                    tensor = file.tensors[name]
+                    read = as_tensor(data, tensor.dtype, tensor.shape)
+                    yield name, read.float() if _is_widened(name, tensor.dtype) else read
 
     def _described(self, file: SourceFile) -> Iterator[UploadTensor]:
         for name, tensor in file.tensors.items():
@@ -119,8 +214,8 @@ class FolderSource:
             yield UploadTensor(name=name, dtype=dtype, shape=tensor.shape)
 
 
-def _read_range(reader: SourceReader, name: str, room: memoryview, place: slice) -> None:
-    reader.read(name, room[place], place.start)
+def _read_range(file: SourceFile, fd: int, name: str, room: memoryview, place: slice) -> None:
+    file.read(fd, name, room[place], place.start)
 
 
 def safetensors_files(folder: Path, roots: tuple[Path, ...] | None) -> list[Path]:
@@ -178,3 +273,38 @@ def _instead(folder: Path) -> str:
     if pickles:
         return f"it holds pickles ({', '.join(pickles[:4])}), which are never opened: save with safe_serialization=True"
     return "it holds none"
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int, int, int, int]:
+    # also compare ctime, because tools can set mtime
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _header(fd: int, file_bytes: int) -> bytes:
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if not 0 < length <= min(_MOST_HEADER_BYTES, file_bytes - 8):
+        raise SafetensorError(f"a header of {length} bytes in a file of {file_bytes}")
+    header = os.pread(fd, 8 + length, 0)
+    if len(header) < 8 + length:
+        raise SafetensorError(f"only {len(header)} of the {8 + length} bytes of its header could be read")
+    return header
+
+
+def _entries(header: bytes, file_bytes: int) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """Return names, dtypes, shapes and offsets of all tensors, in the order of their bytes.
+
+    The library maps the file that it opens. It therefore gets a copy with this header, and zeros in place of the data.
+    """
+    memory = os.memfd_create("safetensors-header")
+    try:
+        os.pwrite(memory, header, 0)
+        os.ftruncate(memory, file_bytes)
+        with safe_open(f"/proc/self/fd/{memory}", framework="pt") as reader:
+            slices = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
+            places = json.loads(header[8:])  # the library has validated it
+            return [
+                (name, entry.get_dtype(), tuple(entry.get_shape()), len(header) + places[name]["data_offsets"][0])
+                for name, entry in slices
+            ]
+    finally:
+        os.close(memory)

@@ -8,7 +8,6 @@ their time waiting for the GIL.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -76,16 +75,6 @@ class Made:
         return self._owners[int(found[0])] if found.numel() else None
 
 
-class _Launch(NamedTuple):
-    """A launch of the kernel, for tensors with one element size."""
-
-    itemsize: int
-    segments: list[list[int]]
-    """The kernel's table."""
-    changes: list[int]
-    """Number of changes of each tensor."""
-
-
 def made_on(device: torch.device, tensors: Sequence[Changed]) -> Made:
     """Apply changes to copies of the bases on ``device``, in its current stream; on the CPU in Triton's interpreter.
 
@@ -101,40 +90,35 @@ def made_on(device: torch.device, tensors: Sequence[Changed]) -> Made:
         for place, new in tensor.whole:
             data[place].copy_(queued_to(device, torch.from_numpy(np.frombuffer(new, np.uint8).copy())))
     planes_on_device = _joined((plane for each in tensors for *_, planes in each.segments for plane in planes), device)
-    launches, owners = list[_Launch](), list[int]()
-    at = 0
+    owners = [number for number, tensor in enumerate(tensors) for _ in tensor.segments]
+    is_outside = torch.zeros(len(owners), dtype=torch.bool, device=device)
+    became: list[torch.Tensor] = []
+    at = done = 0
     for itemsize, numbers in groupby(range(len(tensors)), lambda number: tensors[number].itemsize):
-        launch = _Launch(itemsize, [], [])
+        table, counts = list[list[int]](), list[int]()
         changes = 0
         for number in numbers:
             before = changes
             for place, count, planes in tensors[number].segments:
-                begins = []
-                for plane in planes:
-                    begins.append(at if plane else -1)
-                    at += len(plane)
+                begins = [-1] * _PLANES
+                for i, plane in enumerate(planes):
+                    if plane:
+                        begins[i] = at
+                        at += len(plane)
                 address = room.data_ptr() + starts[number] + place.start
-                size = (place.stop - place.start) // itemsize
-                absent = [-1] * (_PLANES - len(begins))
-                launch.segments.append([address, size, count, changes, *begins, *absent])
-                owners.append(number)
+                table.append([address, (place.stop - place.start) // itemsize, count, changes, *begins])
                 changes += count
-            launch.changes.append(changes - before)
-        launches.append(launch)
-    became: list[torch.Tensor] = []
-    is_outside = torch.zeros(len(owners), dtype=torch.bool, device=device)
-    done = 0
-    with on_device(device):
-        for itemsize, segments, counts in launches:
-            of_launch = torch.empty(sum(counts), dtype=SIGNED[itemsize], device=device)
-            became += of_launch.split(counts)
-            if segments:
-                table = queued_to(device, torch.tensor(segments, dtype=torch.int64))
-                outside = is_outside[done : done + len(segments)].view(torch.int8)
-                apply_changes[(len(segments),)](
-                    table, planes_on_device, of_launch, outside, ITEMSIZE=itemsize, AT_ONCE=_AT_ONCE
+            counts.append(changes - before)
+        of_launch = torch.empty(changes, dtype=SIGNED[itemsize], device=device)
+        became += of_launch.split(counts)
+        if table:
+            with on_device(device):
+                outside = is_outside[done : done + len(table)].view(torch.int8)
+                on_gpu = queued_to(device, torch.tensor(table, dtype=torch.int64))
+                apply_changes[(len(table),)](
+                    on_gpu, planes_on_device, of_launch, outside, ITEMSIZE=itemsize, AT_ONCE=_AT_ONCE
                 )
-            done += len(segments)
+        done += len(table)
     return Made(made, is_outside, owners, became)
 
 

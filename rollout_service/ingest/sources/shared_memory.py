@@ -7,17 +7,17 @@ of a GPU that this process does not see.
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from rollout_service.errors import InvalidRequest, NotShared
 from rollout_service.gpu.memory import OtherGpuMemory
-from rollout_service.ingest.bucket import Bucket, GpuBatch, coalesced
+from rollout_service.ingest.conversion import Bucket, GpuBatch
 from rollout_service.ingest.sources.source import as_tensor, of_dtype
+from rollout_service.ingest.staged_parts import coalesced
 from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import (
     SHARED_ALIGNMENT,
@@ -45,24 +45,9 @@ others. Each needs GPU memory for its batch and the result: 1.8 GB in all if BF1
 larger than ``GPU_BYTES``."""
 
 
-class MappedMemory(Protocol):
-    """A trainer's memory, mapped in this process."""
-
-    nbytes: int
-    group_bytes: int
-    """Bytes that one thread should convert at a time."""
-    executor: Executor | None
-    """Executor that converts it; None: the ingest's."""
-
-    def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors at these offsets, on the device of the memory. Finish using each one before requesting the
-        next."""
-
-    def close(self) -> None:
-        """Unmap the memory; it must no longer be read."""
-
-
 class _HostMemory:
+    """A trainer's memory on this host."""
+
     def __init__(self, memory: SharedMemory, registered: Registered | None) -> None:
         self.nbytes, self.group_bytes = memory.nbytes, _HOST_BYTES
         self.executor: Executor | None = None
@@ -89,7 +74,7 @@ class GpuMemory:
         self._page, self._memory = page, memory
 
     def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``MappedMemory``."""
+        """Yield tensors at these offsets, on the GPU. Finish using each one before requesting the next."""
         found = list(places)
         sizes = [aligned(tensor.nbytes) for tensor, _ in found]
         copies = self._memory.room(sum(sizes))
@@ -112,15 +97,14 @@ class GpuMemory:
         return copies
 
     def close(self) -> None:
-        """See ``MappedMemory``."""
+        """Unmap the memory; it must no longer be read."""
         self._memory.close()
         self._page.close()
 
 
-@dataclass(frozen=True)
-class _Opened:
-    memory: MappedMemory
-    source: SharedMemorySource
+MappedMemory: TypeAlias = _HostMemory | GpuMemory
+"""A trainer's memory, mapped in this process: ``group_bytes`` are what one thread should convert at a time, and
+``executor`` converts it; None: the ingest's."""
 
 
 class TrainerMemory:
@@ -133,28 +117,27 @@ class TrainerMemory:
             gpu_executor: converts tensors from GPU memory; None: the same executor as for all others.
         """
         self._registered, self._gpu_executor = registered, gpu_executor
-        self._opened: dict[str, _Opened] = {}
+        self._opened: dict[str, tuple[MappedMemory, SharedMemorySource]] = {}
         self._lock = threading.Lock()
 
     def opened(self, source: SharedMemorySource) -> MappedMemory | None:
         """Return the memory if it is already mapped. Does not block."""
-        opened = self._opened.get(source.memory)
-        return None if opened is None else opened.memory
+        memory, _ = self._opened.get(source.memory, (None, None))
+        return memory
 
     def open(self, source: SharedMemorySource) -> MappedMemory:
         """Return the memory, mapping it if necessary. Raises NotShared, with the reason."""
         with self._lock:
-            opened = self._opened.get(source.memory)
-            if opened is None:
+            if source.memory not in self._opened:
                 try:
-                    opened = self._opened[source.memory] = _Opened(self._open(source), source)
+                    self._opened[source.memory] = self._open(source), source
                 except OSError as error:
                     what = f"GPU {source.gpu}" if isinstance(source, CudaIpcSource) else "memory"
                     raise NotShared(
                         f"the trainer's {what} cannot be read here: {error}. Send the tensors in parts",
                         {"process": source.process},
                     ) from error
-            return opened.memory
+            return self._opened[source.memory][0]
 
     def _open(self, source: SharedMemorySource) -> MappedMemory:
         if (here := machine()) != source.machine:
@@ -188,15 +171,16 @@ class TrainerMemory:
     def prune(self, used: Collection[str]) -> None:
         """Unmap memory that its trainer has released, or whose trainer has ended, except under the names ``used``."""
         with self._lock:
-            for name, opened in list(self._opened.items()):
-                if name not in used and not self.is_there(opened.source):
-                    self._opened.pop(name).memory.close()
+            for name, (memory, source) in list(self._opened.items()):
+                if name not in used and not self.is_there(source):
+                    del self._opened[name]
+                    memory.close()
 
     def close(self) -> None:
         """Unmap all memory; it must no longer be read."""
         with self._lock:
-            for opened in self._opened.values():
-                opened.memory.close()
+            for memory, _ in self._opened.values():
+                memory.close()
             self._opened = {}
 
 

@@ -1,6 +1,7 @@
 """What the facts of machines that are not at hand mean for a deployment."""
 
 import json
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -8,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
-from rollout_service.cli import checks
+from rollout_service.cli import checks, machine
 from rollout_service.cli.checks import Plan, Problem
 from rollout_service.cli.machine import TorchCuda
 from rollout_service.cli.main import app
@@ -51,9 +53,9 @@ def plan(version_bytes: int = 0, **sections: dict[str, Any]) -> Plan:
     return Plan(ServiceConfig.model_validate(merged), "127.0.0.1", 8000, version_bytes)
 
 
-def on_gpus(listed: list[Gpu], wanted: Plan, torch: TorchCuda = WITH_CUDA) -> dict[str, Problem]:
+def on_gpus(listed: list[Gpu], wanted: Plan, cuda: TorchCuda = WITH_CUDA) -> dict[str, Problem]:
     """The problems of these GPUs, by what was checked."""
-    return {problem.check: problem for problem in checks.gpu_problems(listed, torch, wanted)}
+    return {problem.check: problem for problem in checks.gpu_problems(listed, cuda, wanted)}
 
 
 class TestPlan:
@@ -61,18 +63,14 @@ class TestPlan:
         gpus, cpu = Plan.of(read_document(GPU)), Plan.of(read_document(CPU))
         assert gpus.on_gpus and not cpu.on_gpus
         assert (cpu.host, cpu.port, gpus.gpus_at_start) == ("127.0.0.1", 8000, 1)
-
-    def test_without_an_address_it_is_serve_s(self):
         document = read_document(GPU)
         del document["http_options"]
-        assert (Plan.of(document).host, Plan.of(document).port) == ("0.0.0.0", 8000)
+        assert (Plan.of(document).host, Plan.of(document).port) == ("0.0.0.0", 8000)  # Serve's own
 
     def test_knows_the_size_of_a_model_that_is_here(self, tmp_path):
-        sized, found = checks.with_model(plan(model={"path": make_model(tmp_path / "qwen3", "qwen3")}))
-        assert sized.version_bytes > 0 and found == []
-
-    def test_says_why_a_model_cannot_be_served(self, tmp_path):
         path = make_model(tmp_path / "qwen3", "qwen3")
+        sized, found = checks.with_model(plan(model={"path": path}))
+        assert sized.version_bytes > 0 and found == []
         four = {"engine": {"tensor_parallel_size": 4}, "scaling": {"num_gpus": 4}}
         _, [problem] = checks.with_model(plan(model={"path": path}, **four))
         assert "128" in problem.found
@@ -100,11 +98,41 @@ class TestPlan:
 
 
 class TestGpus:
-    def test_a_hopper_is_fine(self):
-        assert on_gpus([gpu()], plan()) == {}
+    @pytest.mark.parametrize(
+        ("sections", "needed"),
+        [
+            ({}, 1),
+            ({"scaling": {"num_gpus": 1}}, 2),
+            ({"scaling": {"min_replicas": 3}}, 3),
+            ({"scaling": {"groups": {"eval": {"version": 1, "replicas": 2}}}}, 3),
+            ({"engine": {"tensor_parallel_size": 2}, "scaling": {"num_gpus": 2}}, 3),
+            (TWO_GPUS | {"scaling": {"num_gpus": 2, "min_replicas": 2}}, 4),
+        ],
+        ids=["shared", "whole", "several", "pinned", "beside two", "twice two"],
+    )
+    def test_all_replicas_and_the_ingest_find_a_gpu(self, sections, needed):
+        wanted = plan(**sections)
+        assert wanted.gpus_at_start == needed
+        assert on_gpus([gpu(i) for i in range(needed)], wanted) == {}
+        found = on_gpus([gpu(i) for i in range(needed - 1)], wanted)
+        if needed == 1:
+            assert "cpu_rollout.yaml" in found["gpu"].advice
+            return
+        of_the_ingest = wanted.gpus_at_start > wanted.engine_gpus
+        more = "what the ingest asks for needs 1 more" if of_the_ingest else f"need {needed}"
+        assert found["gpus"].found.endswith(more)
+        assert found["gpus"].advice.startswith("weights.ingest_num_gpus: 0") is of_the_ingest
 
-    def test_none_where_engines_need_one(self):
-        assert "cpu_rollout.yaml" in on_gpus([], plan())["gpu"].advice
+    @pytest.mark.parametrize(
+        ("cuda", "told"),
+        [
+            (TorchCuda(built_for=None, devices=0), "built for the CPU → STACK=gpu"),
+            (TorchCuda(built_for="13.0", devices=0, error="driver is too old"), "driver 570.86.15, .* is too old"),
+            (TorchCuda(built_for="13.0", devices=1), "sees 1 GPUs of the 2 .* CUDA_VISIBLE_DEVICES"),
+        ],
+    )
+    def test_a_torch_that_cannot_use_them_is_told(self, cuda, told):
+        assert re.search(told, str(on_gpus([gpu(), gpu(1)], plan(**TWO_GPUS), cuda)["cuda"]))
 
     def test_an_ampere_has_no_fp8(self):
         found = on_gpus([gpu(capability=(8, 0))], plan())
@@ -134,48 +162,6 @@ class TestGpus:
         for fits in (plan(version_bytes=35 * GB), plan(version_bytes=70 * GB, **TWO_GPUS)):
             assert on_gpus([h100, gpu(1)], fits) == {}
 
-    def test_too_few_for_the_first_replicas(self):
-        four = plan(**TWO_GPUS | {"scaling": {"num_gpus": 2, "min_replicas": 2}})
-        found = on_gpus([gpu(i) for i in range(3)], four)["gpus"].found
-        assert found == "3 can be used, and 2 replicas of 2 GPUs each need 4"
-        assert on_gpus([gpu(i) for i in range(4)], four) == {}
-
-    @pytest.mark.parametrize(
-        ("sections", "needed"),
-        [
-            ({}, 1),
-            ({"scaling": {"num_gpus": 1}}, 2),
-            ({"scaling": {"min_replicas": 3}}, 3),
-            ({"scaling": {"groups": {"eval": {"version": 1, "replicas": 2}}}}, 3),
-            ({"engine": {"tensor_parallel_size": 2}, "scaling": {"num_gpus": 2}}, 3),
-            (TWO_GPUS, 2),
-        ],
-        ids=["shared", "whole", "several", "pinned", "beside two", "two"],
-    )
-    def test_the_gpus_of_the_ingest_count(self, sections, needed):
-        wanted = plan(**sections)
-        assert wanted.gpus_at_start == needed
-        assert on_gpus([gpu(i) for i in range(needed)], wanted) == {}
-
-    def test_a_gpu_that_only_the_ingest_lacks_is_told(self):
-        beside = plan(engine={"tensor_parallel_size": 2}, scaling={"num_gpus": 2})
-        problem = on_gpus([gpu(), gpu(1)], beside)["gpus"]
-        assert problem.found.endswith("need 2; what the ingest asks for needs 1 more")
-        assert problem.advice.startswith("weights.ingest_num_gpus: 0")
-
-    def test_a_torch_without_cuda(self):
-        assert "STACK=gpu" in on_gpus([gpu()], plan(), TorchCuda(built_for=None, devices=0))["cuda"].advice
-
-    def test_a_driver_that_is_too_old(self):
-        torch = TorchCuda(built_for="13.0", devices=0, error="The NVIDIA driver on your system is too old")
-        found = on_gpus([gpu()], plan(), torch)["cuda"].found
-        assert "570.86.15" in found and "too old" in found
-
-    @pytest.mark.parametrize("seen", [0, 1])
-    def test_devices_that_are_hidden(self, seen):
-        torch = TorchCuda(built_for="13.0", devices=seen)
-        assert "CUDA_VISIBLE_DEVICES" in on_gpus([gpu(), gpu(1)], plan(**TWO_GPUS), torch)["cuda"].advice
-
     def test_nvcc_is_for_kernels_that_are_compiled(self, monkeypatch):
         compiled = plan(engine={"linear_backend": "deep_gemm"})
         by_channel = plan(engine={"linear_backend": "deep_gemm"}, quant={"weights": "fp8_channel"})
@@ -187,18 +173,26 @@ class TestGpus:
         assert problem.advice == "engine.linear_backend: auto"
 
 
-class TestMemory:
-    @pytest.mark.parametrize(("used", "kills"), [(94, False), (95, True)])
-    def test_ray_kills_above_a_share(self, used, kills):
-        has = Memory(total_bytes=100 * GB, used_bytes=used * GB, kill_at=0.95)
-        assert bool([*checks.memory_problems(has, plan(version_bytes=50 * GB))]) is kills
+@pytest.mark.parametrize(("used", "version", "kills"), [(94, 0, False), (95, 0, True), (55, 19, False), (55, 21, True)])
+def test_ray_kills_above_a_share_of_memory_with_engines_on_the_cpu(used, version, kills):
+    has = Memory(total_bytes=100 * GB, used_bytes=used * GB, kill_at=0.95)
+    on_cpu = plan(version_bytes=version * GB, scaling={"num_gpus": 0, "min_replicas": 2})
+    found = [problem.found for problem in checks.memory_problems(has, on_cpu)]
+    assert bool(found) is kills and all(f"take {2 * version}.0 GB" in text for text in found)
+    assert bool([*checks.memory_problems(has, plan(version_bytes=50 * GB))]) is (used == 95)  # on GPUs
 
-    @pytest.mark.parametrize(("version", "kills"), [(19, False), (21, True)])
-    def test_engines_on_the_cpu_are_in_it(self, version, kills):
-        on_cpu = plan(version_bytes=version * GB, scaling={"num_gpus": 0, "min_replicas": 2})
-        has = Memory(total_bytes=100 * GB, used_bytes=55 * GB, kill_at=0.95)
-        found = [problem.found for problem in checks.memory_problems(has, on_cpu)]
-        assert bool(found) is kills and all("take 42.0 GB" in text for text in found)
+
+def test_torch_ports_and_packages_of_this_machine():
+    cuda = machine.torch_cuda()
+    assert (cuda.built_for, cuda.devices) == (torch.version.cuda, torch.cuda.device_count())
+    assert bool(cuda.error) is (cuda.built_for is not None and not cuda.devices)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert machine.why_not_bound("0.0.0.0", port) == "taken by another process"
+    assert machine.why_not_bound("127.0.0.1", port) is None
+    assert "Cannot assign requested address" in (machine.why_not_bound("192.0.2.1", 8000) or "")
+    assert machine.installed("torch") == torch.__version__
+    assert machine.installed("no-such-package") is None
 
 
 class TestMachine:
@@ -217,10 +211,8 @@ class TestMachine:
 
         return found
 
-    def test_a_machine_with_room_has_no_problem(self, problems):
-        assert problems() == []
-
     def test_a_version_larger_than_the_disk_is_told_unless_there_is_a_log(self, problems, tmp_path):
+        assert problems() == []
         needed = 2 * shutil.disk_usage(tmp_path).total
         [problem] = problems(version_bytes=needed, root=str(tmp_path))
         assert problem.check == "weights.root" and "a version takes" in problem.found

@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig
 
 from rollout_service.cli.inspect_model import ModelReport, inspect_model, print_report
 from rollout_service.config import ModelConfig, QuantConfig
-from tests.support.models import FAMILIES, OF_EACH_CLASS, make_model, stored_shapes
+from tests.support.models import FAMILIES, make_model, stored_shapes
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +52,14 @@ def test_a_model_of_30b_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b):
     assert sum(row.count for row in report.kinds) == 48 * (6 + 3 * 128 + 1 + 2) + 3
 
 
-def test_the_report_says_what_attends_and_why(qwen3_30b_a3b):
+def test_the_report_says_what_attends_and_cuts_no_cell(qwen3_30b_a3b):
     report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 2)
     assert report.attention.backends == ("FLASH_ATTN",)
     assert "auto takes it, and not group: no engine of 2 GPUs was measured with it" in report.attention.why
     assert "Attention on a Hopper GPU: FLASH_ATTN: auto takes it" in " ".join(printed(report, 200))
+    for width in (200, 60):
+        lines = printed(report, width)
+        assert max(map(len, lines)) <= width and "…" not in "".join(lines)
 
 
 @pytest.mark.parametrize(("weights", "dtype"), [("fp8_channel", "FP8"), ("int8_channel", "INT8")])
@@ -69,7 +72,7 @@ def test_channels_have_a_scale_each(qwen3_30b_a3b, weights, dtype):
     assert {row.dtype for row in report.kinds} == {dtype, "BF16"}
 
 
-@pytest.mark.parametrize("family", OF_EACH_CLASS)
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "mixtral"])
 def test_the_report_counts_every_tensor_of_a_version_once(family, tmp_path):
     report = inspect_model(ModelConfig(path=make_model(tmp_path, family)), QuantConfig())
     stored = stored_shapes(tmp_path)
@@ -83,13 +86,6 @@ def test_what_must_stay_in_fp32_is_counted_with_four_bytes(tmp_path):
     FAMILIES["deepseek_v3"]().save_pretrained(tmp_path)
     (row,) = (row for row in inspect_model(ModelConfig(path=tmp_path), QuantConfig()).kinds if row.dtype == "FP32")
     assert row.name == "mlp.gate.e_score_correction_bias" and row.stored_bytes == 2 * row.bf16_bytes == 4 * 8
-
-
-def test_a_narrow_terminal_folds_cells_and_cuts_none(qwen3_30b_a3b):
-    report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 2)
-    for width in (200, 60):
-        lines = printed(report, width)
-        assert max(map(len, lines)) <= width and "…" not in "".join(lines)
 
 
 def test_whole_experts_on_each_gpu_are_counted_and_not_cut(qwen3_30b_a3b):

@@ -6,6 +6,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,21 @@ from rollout_service.cli import machine
 from rollout_service.cli import serve as serve_module
 from rollout_service.cli.checks import Plan
 from rollout_service.cli.main import app
-from rollout_service.cli.serve import Prepared, deployment, how_to_call, keep_to_gpus, replica_bounds
+from rollout_service.cli.serve import (
+    Prepared,
+    deployment,
+    engines_wait_for,
+    how_to_call,
+    keep_to_gpus,
+    progress_lines,
+    replica_bounds,
+)
 from rollout_service.config import ModelConfig, ServiceConfig
 from rollout_service.config.deployment_file import CPU, GPU, Document, args_of, read_document
 from rollout_service.gpu import nvidia_smi
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.local import free_port
+from rollout_service.protocol.fleet import Fleet, ReplicaState, ReplicaStatus
 from tests.support.hub_server import HubServer, hub_server
 from tests.support.models import make_model
 from tests.unit.ingest.trainer import config_of
@@ -80,21 +90,14 @@ class TestDeployment:
 
     @pytest.mark.parametrize("on_gpus", [False, True])
     def test_is_one_that_serve_run_takes(self, on_gpus):
-        made = deployment(QWEN, on_gpus=on_gpus, tensor_parallel_size=2, replicas=(0, 4), port=9000)
+        model = QWEN.model_copy(update={"revision": "v1", "served_name": "policy"})
+        options = {"tensor_parallel_size": 2, "expert_parallel": True, "replicas": (0, 4), "port": 9000}
+        made = deployment(model, on_gpus=on_gpus, **options)
         [application] = ServeDeploySchema.model_validate(made).applications
         config = ServiceConfig.model_validate(application.args)
         assert (config.scaling.min_replicas, config.scaling.max_replicas) == (0, 4)
-        assert config.engine.tensor_parallel_size == 2 and Plan.of(made).port == 9000
-
-    def test_experts_are_left_whole_where_that_is_asked_for(self):
-        made = deployment(QWEN, on_gpus=True, tensor_parallel_size=4, expert_parallel=True)
-        assert Plan.of(made).config.engine.expert_parallel
-        assert not Plan.of(deployment(QWEN, on_gpus=True, tensor_parallel_size=4)).config.engine.expert_parallel
-
-    def test_a_name_and_a_revision_are_the_model_s(self):
-        model = QWEN.model_copy(update={"revision": "v1", "served_name": "policy"})
-        config = Plan.of(deployment(model, on_gpus=True)).config
-        assert (config.model.name, config.model.revision) == ("policy", "v1")
+        assert config.engine.tensor_parallel_size == 2 and config.engine.expert_parallel
+        assert (Plan.of(made).port, config.model.name, config.model.revision) == (9000, "policy", "v1")
 
     def test_a_short_context_is_the_model_s(self, tmp_path):
         model = ModelConfig(path=make_model(tmp_path / "qwen3", "qwen3"))
@@ -118,10 +121,8 @@ class TestPrintConfig:
         config = ServiceConfig.model_validate(args_of(read_document(file)))
         assert config.resolved().with_gpus(False) == Plan.of(started[0]).config
         assert (config.model.name, config.model.path, config.scaling.max_replicas) == ("policy", tiny_model, 2)
-
-    def test_a_shipped_default_is_written_out(self, here, tiny_model):
-        args = args_of(yaml.safe_load(serve(tiny_model, "--print-config").stdout))
-        assert args["kv_cache"]["dtype"] == "auto" and args["quant"]["weights"] == "fp8_block"
+        written = yaml.safe_load(printed.stdout)
+        assert args_of(written)["kv_cache"]["dtype"] == "auto"  # a shipped default is written out
 
     def test_says_on_the_side_what_would_not_start(self, here, tiny_model):
         printed = serve(tiny_model, "--tp", 8, "--print-config")
@@ -136,23 +137,19 @@ class TestOfTheHub:
             server.publish(REPO, tiny_model)
             yield server
 
-    def test_the_commit_is_pinned_and_no_weights_come(self, hub, tmp_path):
-        command = [*hub.env(tmp_path / "hf"), COMMAND, "serve", REPO, "--print-config"]
-        printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-        commit = hub.repositories[REPO].revisions["main"]
-        assert args_of(yaml.safe_load(printed))["model"] == {"path": REPO, "revision": commit}
-        assert "config.json" in hub.downloaded() and "model.safetensors" not in hub.downloaded()
-
-    def test_a_download_that_was_cut_short_is_not_refused(self, hub, tiny_model, tmp_path):
+    def test_the_commit_is_pinned_and_a_download_that_was_cut_short_is_not_refused(self, hub, tiny_model, tmp_path):
         folder, environment = tmp_path / "sharded", hub.env(tmp_path / "hf")
         AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(folder, max_shard_size="3MB")
         hub.publish(REPO, folder)
-        first = min(path.name for path in folder.glob("*.safetensors"))
+        first, *rest = sorted(path.name for path in folder.glob("*.safetensors"))
         fetch = f"import huggingface_hub as hf; hf.snapshot_download({REPO!r}, allow_patterns={['config.json', first]})"
         subprocess.run([*environment, sys.executable, "-c", fetch], cwd=tmp_path, check=True)
         command = [*environment, COMMAND, "serve", REPO, "--print-config"]
         printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         assert "would not start" not in printed.stderr
+        commit = hub.repositories[REPO].revisions["main"]
+        assert args_of(yaml.safe_load(printed.stdout))["model"] == {"path": REPO, "revision": commit}
+        assert "config.json" in hub.downloaded() and set(rest).isdisjoint(hub.downloaded())
 
 
 class TestGpus:
@@ -172,51 +169,41 @@ class TestGpus:
         return Prepared.of(deployment(ModelConfig(path=model), on_gpus=True, **options))
 
     def test_one_in_use_is_left_alone(self, tiny_model):
-        kept = keep_to_gpus(self.prepared(tiny_model), None)
-        assert [gpu.index for gpu in nvidia_smi.visible_gpus()] == [0, 2] == list(kept.gpus)
-        assert kept.lines[0] == "engines use GPU 0, 2"
-        assert (
-            "GPU 1 is left alone: 12.6 GB of 85.5 GB are free" in kept.lines[1]
-            and "process 639 (trainer)" in kept.lines[1]
-        )
-        assert kept.lines[2] == "at most 2 replicas, and not 8: more find no GPU"
-        assert (
-            args_of(kept.prepared.document)["scaling"]["max_replicas"]
-            == kept.prepared.plan.config.scaling.max_replicas
-            == 2
-        )
+        prepared, gpus, lines = keep_to_gpus(self.prepared(tiny_model), None)
+        assert [gpu.index for gpu in nvidia_smi.visible_gpus()] == [0, 2] == list(gpus)
+        assert lines[0] == "engines use GPU 0, 2" and "process 639 (trainer)" in lines[1]
+        assert "GPU 1 is left alone: 12.6 GB of 85.5 GB are free" in lines[1]
+        assert lines[2] == "at most 2 replicas, and not 8: more find no GPU"
+        assert args_of(prepared.document)["scaling"]["max_replicas"] == 2 == prepared.plan.config.scaling.max_replicas
 
     def test_those_that_are_named_are_used(self, tiny_model):
-        kept = keep_to_gpus(self.prepared(tiny_model, replicas=(1, 1)), (2,))
-        assert [gpu.index for gpu in nvidia_smi.visible_gpus()] == [
-            2
-        ] and kept.prepared.plan.config.scaling.max_replicas == 1
-        assert kept.lines[0] == "engines use GPU 2" and not any("at most" in line for line in kept.lines)
+        prepared, gpus, lines = keep_to_gpus(self.prepared(tiny_model, replicas=(1, 1)), "2")
+        assert [gpu.index for gpu in nvidia_smi.visible_gpus()] == [2] == list(gpus)
+        assert lines[0] == "engines use GPU 2" and not any("at most" in line for line in lines)
+        assert prepared.plan.config.scaling.max_replicas == 1
 
     def test_too_few_for_the_fewest_replicas_is_a_problem(self, tiny_model):
-        kept = keep_to_gpus(self.prepared(tiny_model, replicas=(3, 3)), None)
-        [found] = [problem.found for problem in kept.prepared.problems() if problem.check == "gpus"]
+        prepared, _, _ = keep_to_gpus(self.prepared(tiny_model, replicas=(3, 3)), None)
+        [found] = [problem.found for problem in prepared.problems() if problem.check == "gpus"]
         assert found == "2 can be used, and 3 replicas of 1 GPUs each need 3"
 
     @pytest.mark.parametrize(
-        ("named", "says"),
+        ("on_gpus", "named", "says"),
         [
-            ("0,1", r"--gpus: GPU 1: 12\.6 GB of .*process 639 \(trainer\): end that process, or name other GPUs"),
-            ("3", "--gpus: this machine has no GPU 3: name some of 0, 1, 2"),
-            ("one", "--gpus one: give the indices that nvidia-smi shows"),
+            (
+                True,
+                "0,1",
+                r"--gpus: GPU 1: 12\.6 GB of .*process 639 \(trainer\): end that process, or name other",
+            ),
+            (True, "3", "--gpus: this machine has no GPU 3: name some of 0, 1, 2"),
+            (True, "one", "--gpus one: give the indices that nvidia-smi shows"),
+            (False, "0", "engines run on the CPU here"),
         ],
     )
-    def test_what_cannot_be_used_is_refused(self, here, tiny_model, started, named, says):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(machine, "engines_on_gpus", lambda: True)
-            result = serve(tiny_model, "--gpus", named, "--port", free_port())
+    def test_what_cannot_be_used_is_refused(self, here, tiny_model, started, monkeypatch, on_gpus, named, says):
+        monkeypatch.setattr(machine, "engines_on_gpus", lambda: on_gpus)
+        result = serve(tiny_model, "--gpus", named, "--port", free_port())
         assert result.exit_code == 1 and started == [] and re.search(says, result.stderr)
-
-    def test_on_the_cpu_none_can_be_named(self, here, tiny_model, started):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(machine, "engines_on_gpus", lambda: False)
-            result = serve(tiny_model, "--gpus", "0")
-        assert result.exit_code == 1 and started == [] and "engines run on the CPU here" in result.stderr
 
     @pytest.mark.parametrize(
         ("gpus", "options", "most"),
@@ -267,20 +254,41 @@ class TestRefusals:
         assert "holds version 0 of another model or quantization" in said and "name another weights.root" in said
 
 
-class TestHowToCall:
-    @pytest.fixture
-    def said(self) -> str:
-        return how_to_call(Plan.of(deployment(QWEN, on_gpus=False, port=8123)), "127.0.0.1:8265")
+def test_how_to_call_is_a_command_and_python():
+    lines = how_to_call(Plan.of(deployment(QWEN, on_gpus=False, port=8123)), "127.0.0.1:8265").splitlines()
+    [line] = [line for line in lines if line.strip().startswith("curl")]
+    words = shlex.split(line)
+    assert "http://127.0.0.1:8123/v1/completions" in words and json.loads(words[-1])["max_tokens"] == 16
+    first = next(i for i, line in enumerate(lines) if line.strip().startswith("from rollout_service"))
+    code = "\n".join(line.removeprefix("    ") for line in lines[first : first + 3])
+    names = compile(code, "how_to_call", "exec").co_names
+    assert {"SyncRolloutClient", "generate"} <= set(names) and "http://127.0.0.1:8123" in code
 
-    def test_curl_sends_json_to_the_service(self, said):
-        [line] = [line for line in said.splitlines() if line.strip().startswith("curl")]
-        words = shlex.split(line)
-        assert "http://127.0.0.1:8123/v1/completions" in words
-        assert json.loads(words[-1])["max_tokens"] == 16
 
-    def test_the_client_s_lines_are_python(self, said):
-        lines = said.splitlines()
-        first = next(i for i, line in enumerate(lines) if line.strip().startswith("from rollout_service"))
-        code = "\n".join(line.removeprefix("    ") for line in lines[first : first + 3])
-        names = compile(code, "how_to_call", "exec").co_names
-        assert {"SyncRolloutClient", "generate"} <= set(names) and "http://127.0.0.1:8123" in code
+def test_a_change_is_said_once_and_the_same_again_later():
+    said, enough = list[str](), threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line.partition(": ")[2])
+        if len(said) == 4:
+            enough.set()
+
+    looks = iter(["Ray Serve starts", "Ray Serve starts", "", "vLLM starts"])
+    with progress_lines(lambda: next(looks, "version 0"), say, look_s=0.001, repeat_s=0.05):
+        assert enough.wait(30)
+    assert said[:4] == ["Ray Serve starts", "vLLM starts", "version 0", "version 0"]
+
+
+def test_the_first_engine_that_does_not_serve_is_named():
+    def fleet(*replicas: tuple[ReplicaState, str | None]) -> Fleet:
+        statuses = tuple(
+            ReplicaStatus(replica_id=str(number), version=None, state=state, error=error)
+            for number, (state, error) in enumerate(replicas)
+        )
+        return Fleet(latest_version=3, paused=False, replicas=statuses)
+
+    assert engines_wait_for(fleet()) == "the engine's process starts"
+    assert engines_wait_for(fleet(("ready", None))) == ""
+    assert engines_wait_for(fleet(("ready", None), ("syncing", None))) == "the engine loads version 3 (1 of 2 engines)"
+    assert engines_wait_for(fleet(("starting", None))).startswith("vLLM starts; ")
+    assert engines_wait_for(fleet(("starting", "GPU 1 is taken"))) == "GPU 1 is taken"

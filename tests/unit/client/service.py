@@ -5,7 +5,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 from starlette.applications import Starlette
@@ -48,7 +48,6 @@ class Upload:
         self.digests: dict[int, str] = {}
         self.state = "staged"
         self.commit: CommitUpload | None = None
-        """Its trainer has begun it again as the next version."""
 
     @property
     def stream(self) -> bytes:
@@ -264,13 +263,7 @@ async def until_disconnected(request: Request) -> None:
         pass
 
 
-class _Event(Protocol):
-    """asyncio's or threading's."""
-
-    def set(self) -> object: ...
-
-
-def until_gone(accepted: _Event, gone: _Event) -> Handler:
+def until_gone(accepted: asyncio.Event | threading.Event, gone: asyncio.Event | threading.Event) -> Handler:
     """A handler that waits instead of answering: it says when a request is here, and when its client has hung up."""
 
     async def hang(request: Request) -> Response:

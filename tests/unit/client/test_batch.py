@@ -157,6 +157,11 @@ def made(*tokens: int, end: FinishReason = "stop") -> Completion:
     return Completion(index=0, token_ids=tokens, logprobs=(-1.0,) * len(tokens), finish_reason=end, spans=spans)
 
 
+def begun() -> PartialRollout:
+    """A completion of two tokens, unfinished."""
+    return PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
+
+
 async def test_text_begins_anew_with_that_of_the_tokens_before():
     def script(body: Body) -> list[Step]:
         ids, text = {"prompt_token_ids": [1, 2]}, {"text": "abc" if "partial_token_ids" in body else "ab"}
@@ -208,13 +213,12 @@ async def test_one_that_was_cut_short_for_good_is_handed_back():
 
 
 async def test_what_cannot_be_carried_on_is_refused_by_name_before_anything_is_sent(scripted):
-    partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
     async with RolloutClient(URL, transport=scripted) as client:
         for wrong in ({"return_routed_experts": True}, {"routed_experts_prompt_start": 1}):
             with pytest.raises(InvalidRequest, match="routed_experts"):
                 await client.generate_batch([[1]], until=1, **wrong)
         with pytest.raises(InvalidRequest, match=r"completion 0 of r has 2 tokens already, and max_tokens=2"):
-            await client.generate_batch([[1], partial], until=1, max_tokens=2)
+            await client.generate_batch([[1], begun()], until=1, max_tokens=2)
         for until in (0, 3):
             with pytest.raises(ValueError, match=f"until={until} groups of 2 prompts"):
                 await client.generate_batch([[1], [2]], until=until)
@@ -236,29 +240,21 @@ async def test_a_prompt_that_cannot_be_sent_is_named(bad, why, until):
 @pytest.mark.parametrize(("asked", "wanted"), [(None, 3), (1, 3), (5, 5), ("step-2", "step-2")])
 async def test_a_rest_asks_for_weights_no_older_than_its_own(asked, wanted):
     scripted = Scripted(lambda body: [choice(0, 0, 8, end="stop"), LAST])
-    partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
     async with RolloutClient(URL, transport=scripted) as client:
-        await client.generate_batch([partial], min_weight_version=asked)
+        await client.generate_batch([begun()], min_weight_version=asked)
     assert [body["min_weight_version"] for body in scripted.bodies] == [wanted]
 
 
 @pytest.mark.parametrize("asked", [3, "golden"])
 async def test_rest_of_an_exact_version_keeps_its_number(asked):
     scripted = Scripted(lambda body: [choice(0, 0, 8, end="stop"), LAST])
-    partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
     async with RolloutClient(URL, transport=scripted) as client:
-        await client.generate_batch([partial], weight_version={"exact_version": asked})
+        await client.generate_batch([begun()], weight_version={"exact_version": asked})
         with pytest.raises(InvalidRequest, match="has tokens of version 3, and exact_version=4 would continue it"):
-            await client.generate_batch([partial], weight_version={"exact_version": 4})
-    assert [body["weight_version"] for body in scripted.bodies] == [{"exact_version": 3}]
-
-
-async def test_rest_keeps_a_minimum_in_the_other_form():
-    scripted = Scripted(lambda body: [choice(0, 0, 8, end="stop"), LAST])
-    partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
-    async with RolloutClient(URL, transport=scripted) as client:
-        await client.generate_batch([partial], weight_version={"min_version": 5})
-    assert [body["min_weight_version"] for body in scripted.bodies] == [5]
+            await client.generate_batch([begun()], weight_version={"exact_version": 4})
+        await client.generate_batch([begun()], weight_version={"min_version": 5})
+    exact, least = scripted.bodies
+    assert (exact["weight_version"], least["min_weight_version"]) == ({"exact_version": 3}, 5)
 
 
 async def test_a_rest_goes_on_in_a_service_without_its_version():
@@ -267,9 +263,8 @@ async def test_a_rest_goes_on_in_a_service_without_its_version():
             return [TooEarly("no replica serves it", {"latest_version": 0})]
         return [choice(0, 0, 8, end="stop", version=0), LAST]
 
-    partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
     async with RolloutClient(URL, transport=Scripted(script)) as client:
-        [rollout] = await client.generate_batch([partial])
+        [rollout] = await client.generate_batch([begun()])
     assert rollout.completions[0].versions == (3, 0)
 
 
@@ -281,7 +276,8 @@ def test_the_blocking_client_does_the_same():
         batch = client.generate_batch([[1], [2]], until=2)
         assert [r.completions[0].token_ids for r in batch.rollouts.values()] == [(6,), (6,)]
         with client.generate_stream([1]) as stream:
-            assert next(iter(stream)).token_ids == (6,)
+            assert [piece.token_ids for piece in stream] == [(6,)]
+        assert stream.rollout.completions[0].token_ids == (6,)
         assert [each.token_ids for each in stream.partial.completions] == [(6,)]
 
 
@@ -293,14 +289,11 @@ async def test_a_stream_that_is_left_early_hands_back_what_was_read(scripted):
                 await anext(stream)
         assert [c.token_ids for c in stream.partial.completions] == [(6,), (7, 8)]
         [rollout] = await client.generate_batch([stream.partial], max_tokens=4)
-    assert [c.token_ids for c in rollout.completions] == [(6,), (7, 8, 9, 5)]
-
-
-async def test_a_stream_can_be_asked_after_its_end():
-    scripted = Scripted(lambda body: [choice(0, 0, 6, end="stop"), LAST])
-    async with RolloutClient(URL, transport=scripted) as client, client.generate_stream([1]) as stream:
-        assert [piece.token_ids async for piece in stream] == [(6,)]
-        assert await stream.next() is None and [piece async for piece in stream] == []
+        assert [c.token_ids for c in rollout.completions] == [(6,), (7, 8, 9, 5)]
+        scripted.three_rest.set()
+        async with client.generate_stream([1], n=2) as stream:
+            assert [piece.token_ids async for piece in stream] == [(6,), (6,)]
+            assert await stream.next() is None and [piece async for piece in stream] == []
 
 
 async def test_a_stream_has_the_likeliest_tokens_of_all_pieces():

@@ -4,12 +4,12 @@ from collections.abc import Callable
 import httpx
 import pytest
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from rollout_service.client import RolloutClient
-from rollout_service.errors import CommitTimeout, NotFound, NotReady, Overloaded, RolloutServiceError, Unauthorized
+from rollout_service.errors import CommitTimeout, NotFound, NotReady, RolloutServiceError, Unauthorized
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
-from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
+from rollout_service.protocol.upload import BeginUpload, PathSource
 from rollout_service.protocol.weights import WeightStatus
 from tests.unit.client.service import Service, Upload, until_disconnected
 
@@ -51,22 +51,11 @@ async def test_wait_live_for_an_unknown_version_fails_at_once(service, client):
     assert service.calls("GET", "/v1/weights/9") == 1
 
 
-async def test_the_recipe_is_the_service_s(service, client):
-    service.recipe = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a.weight",))
-    assert await client.recipe() == service.recipe
-
-
 async def test_a_staged_version_can_be_discarded(service, client):
     begun(service, 3)
     await client.discard(3)
     with pytest.raises(NotFound):
         await client.discard(3)
-
-
-async def test_a_control_read_is_tried_again(service, client):
-    service.answers["GET", "/v1/weights"] += [Overloaded("busy"), NotReady("starting")]
-    assert await client.weights() == []
-    assert service.calls("GET", "/v1/weights") == 3
 
 
 async def test_pauses_and_sleep_reach_the_service():
@@ -90,20 +79,6 @@ async def test_pauses_and_sleep_reach_the_service():
     ]
 
 
-async def test_a_pause_that_may_have_happened_is_not_repeated():
-    attempts = 0
-
-    def break_off(request: httpx.Request) -> httpx.Response:
-        nonlocal attempts
-        attempts += 1
-        raise httpx.ReadError("", request=request)
-
-    async with RolloutClient("http://service", transport=httpx.MockTransport(break_off)) as client:
-        with pytest.raises(httpx.ReadError):
-            await client.pause()
-    assert attempts == 1
-
-
 async def test_the_fleet_and_the_models_are_read(service, client):
     replica = ReplicaStatus(replica_id="r1", version=3, state="ready", running=2)
     fleet = Fleet(latest_version=3, paused=False, replicas=(replica,))
@@ -111,31 +86,22 @@ async def test_the_fleet_and_the_models_are_read(service, client):
     service.json_at("GET", "/v1/models", {"object": "list", "data": [{"id": "tiny", "object": "model"}]})
     assert await client.fleet() == fleet
     assert await client.models() == ["tiny"]
-
-
-async def test_a_reply_of_another_service_is_an_error(service, client):
-    service.json_at("GET", "/v1/fleet", {"workers": []})
+    service.answers["GET", "/v1/fleet"].append(JSONResponse({"workers": []}))
     with pytest.raises(RolloutServiceError, match="cannot read"):
         await client.fleet()
 
 
-@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (502, False), (404, False)])
-async def test_health_is_one_attempt(service, client, status, healthy):
-    service.json_at("GET", "/health", NotFound("x").to_wire() if status == 404 else {}, status)
-    assert await client.health() is healthy
-    assert service.calls("GET", "/health") == 1
-
-
-async def test_health_without_a_service_is_false():
-    async with RolloutClient("http://127.0.0.1:9") as client:
-        assert not await client.health()
-
-
-async def test_health_tells_a_wrong_token_from_ill_health(service, client):
-    service.token = "secret"
+async def test_health_is_one_attempt(service, client):
     service.json_at("GET", "/health", {})
+    assert await client.health()
+    for count, error in enumerate((NotReady("starting"), RolloutServiceError("a proxy's"), NotFound("x")), start=2):
+        service.answers["GET", "/health"].append(error)
+        assert not await client.health() and service.calls("GET", "/health") == count
+    service.token = "secret"
     with pytest.raises(Unauthorized):
         await client.health()
+    async with RolloutClient("http://127.0.0.1:9") as nowhere:
+        assert not await nowhere.health()
 
 
 async def test_control_calls_do_not_wait_for_generations(service):

@@ -1,6 +1,5 @@
 """Parts and batches go straight to the ingest where it is known to be the ingest, and the token to the gateway only."""
 
-import json
 import socket
 from collections.abc import Callable, Mapping
 
@@ -92,20 +91,14 @@ async def test_with_an_https_gateway_weights_are_not_sent_in_plaintext(tensors):
     assert network.seen == []
 
 
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        lambda _: httpx.Response(404, text="somebody else by now"),
-        lambda _: httpx.Response(401, content=json.dumps({"error": {"type": "Unauthorized", "message": "key"}})),
-    ],
-)
-async def test_parts_that_the_listener_refuses_go_through_the_gateway(refusal, tensors):
-    network = Network("http://gateway.example", "http://10.0.0.7:40123", lambda r: listener(r))
+@pytest.mark.parametrize("status", [404, 401])
+async def test_parts_that_the_listener_refuses_go_through_the_gateway(status, tensors):
     prove = proof("key")
 
     def listener(request: httpx.Request) -> httpx.Response:
-        return prove(request) if request.method == "GET" else refusal(request)
+        return prove(request) if request.method == "GET" else httpx.Response(status, text="somebody else by now")
 
+    network = Network("http://gateway.example", "http://10.0.0.7:40123", listener)
     await network.push(tensors)
     assert not any("authorization" in headers for _, headers, _ in network.seen)
 

@@ -1,6 +1,5 @@
 import asyncio
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 from rollout_service.client import BatchFailed, RolloutClient
 from rollout_service.errors import (
     ContextTooLong,
-    EngineFailed,
     InvalidRequest,
     NotReady,
     Overloaded,
@@ -40,63 +38,32 @@ class TestRequest:
         assert rollout.attempts == 2
 
     async def test_only_what_differs_from_the_defaults_is_sent(self, service, client):
+        sampling: dict[str, Any] = {
+            "n": 2,
+            "max_tokens": 5,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 4,
+            "min_p": 0.1,
+            "seed": 6,
+            "stop": ["x"],
+            "stop_token_ids": [3],
+            "ignore_eos": True,
+            "min_tokens": 1,
+            "logprobs": 3,
+        }
+        about: dict[str, Any] = {"min_weight_version": 7, "session_id": "s", "priority": -1}
+        about |= {"on_abort": "return", "request_id": "r"}
         await client.generate([1, 2])
-        await client.generate(
-            [1],
-            n=2,
-            max_tokens=5,
-            temperature=0.5,
-            top_p=0.9,
-            top_k=4,
-            min_p=0.1,
-            seed=6,
-            stop=["x"],
-            stop_token_ids=[3],
-            ignore_eos=True,
-            min_tokens=1,
-            logprobs=3,
-            min_weight_version=7,
-            session_id="s",
-            priority=-1,
-            on_abort="return",
-            request_id="r",
-        )
-        assert service.bodies[0] == {
-            "token_ids": [1, 2],
-            "sampling_params": {"logprobs": 0},
-            "flat_logprobs": True,
-        }
-        assert service.bodies[1] == {
-            "token_ids": [1],
-            "sampling_params": {
-                "n": 2,
-                "max_tokens": 5,
-                "temperature": 0.5,
-                "top_p": 0.9,
-                "top_k": 4,
-                "min_p": 0.1,
-                "seed": 6,
-                "stop": ["x"],
-                "stop_token_ids": [3],
-                "ignore_eos": True,
-                "min_tokens": 1,
-                "logprobs": 3,
-            },
-            "flat_logprobs": True,
-            "min_weight_version": 7,
-            "session_id": "s",
-            "priority": -1,
-            "on_abort": "return",
-            "request_id": "r",
-        }
-
-    async def test_a_prompt_of_text_comes_back_as_text_and_token_ids(self, service, client):
+        await client.generate([1], **sampling, **about)
         rollout = await client.generate("hi")
+        default = {"sampling_params": {"logprobs": 0}, "flat_logprobs": True}
         assert service.bodies == [
-            {"prompt": "hi", "output_mode": "text", "sampling_params": {"logprobs": 0}, "flat_logprobs": True}
+            {"token_ids": [1, 2], **default},
+            {"token_ids": [1], "sampling_params": sampling, "flat_logprobs": True, **about},
+            {"prompt": "hi", "output_mode": "text", **default},
         ]
-        assert rollout.prompt_token_ids == (104, 105)
-        assert rollout.completions[0].text == "789"
+        assert (rollout.prompt_token_ids, rollout.completions[0].text) == ((104, 105), "789")
 
     @pytest.mark.parametrize(
         "prompt", [torch.tensor([5, 6]), np.array([5, 6]), (5, 6)], ids=["tensor", "array", "tuple"]
@@ -105,40 +72,29 @@ class TestRequest:
         assert (await client.generate(prompt)).prompt_token_ids == (5, 6)
         assert service.bodies[0]["token_ids"] == [5, 6]
 
-    @pytest.mark.parametrize("prompt", [[1.5], [[1, 2]], 7, ["text"]], ids=repr)
-    async def test_a_prompt_of_anything_else_is_refused_before_it_is_sent(self, service, client, prompt):
-        with pytest.raises(InvalidRequest, match="flat sequence of integer token ids"):
-            await client.generate(prompt)
+    async def test_what_is_no_prompt_or_parameter_is_refused_before_it_is_sent(self, service, client):
+        for prompt in ([1.5], [[1, 2]], 7, ["text"]):
+            with pytest.raises(InvalidRequest, match="flat sequence of integer token ids"):
+                await client.generate(prompt)
+        for name, wrong in {"temperature": float("nan"), "n": 0, "stop": "text", "stop_token_ids": ["x"]}.items():
+            with pytest.raises(InvalidRequest, match=name):
+                await client.generate([1], **{name: wrong})
+        with pytest.raises(InvalidRequest, match="options of the request refused: priority='high'"):
+            await client.generate([1], priority="high")
         assert service.log == []
-
-    @pytest.mark.parametrize(
-        "wrong", [{"temperature": float("nan")}, {"n": 0}, {"top_p": 1.5}, {"stop": "text"}, {"stop_token_ids": ["x"]}]
-    )
-    async def test_a_wrong_sampling_parameter_is_named_before_it_is_sent(self, service, client, wrong):
-        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-            await client.generate([1], **wrong)
-        assert service.log == []
-
-
-def without(path: str) -> Callable[[dict[str, Any]], object]:
-    return lambda reply: reply["choices"][0].pop(path)
 
 
 class TestFailures:
-    @pytest.mark.parametrize(
-        "error", [TooEarly("not yet"), EngineFailed("dead"), InvalidRequest("too long", {"max": 8})]
-    )
-    async def test_a_final_error_is_raised_as_its_class_after_one_attempt(self, service, client, error):
-        service.answers[GENERATE].append(error)
-        with pytest.raises(type(error)) as caught:
-            await client.generate([1])
-        assert (caught.value.message, caught.value.detail) == (error.message, error.detail)
-        assert service.calls(*GENERATE) == 1
-
-    async def test_a_refusal_with_retry_after_is_tried_again(self, service, client):
+    async def test_final_errors_are_raised_as_their_class_and_refusals_are_tried_again(self, service, client):
+        for count, error in enumerate((TooEarly("not yet"), InvalidRequest("too long", {"max": 8})), start=1):
+            service.answers[GENERATE].append(error)
+            with pytest.raises(type(error)) as caught:
+                await client.generate([1])
+            assert (caught.value.message, caught.value.detail) == (error.message, error.detail)
+            assert service.calls(*GENERATE) == count
         service.answers[GENERATE] += [Overloaded("full"), NotReady("starting")]
         assert (await client.generate([1])).prompt_token_ids == (1,)
-        assert service.calls(*GENERATE) == 3
+        assert service.calls(*GENERATE) == 5
 
     async def test_rollout_retries_on_broken_connections_are_bounded(self):
         requests = 0
@@ -182,7 +138,7 @@ class TestFailures:
         ("spoil", "complaint"),
         [
             (lambda reply: reply.pop("replica_id"), "cannot read"),
-            (without("logprobs"), "cannot read"),
+            (lambda reply: reply["choices"][0].pop("logprobs"), "cannot read"),
             (lambda reply: reply["choices"].append(reply["choices"][0]), "does not answer the request"),
             (lambda reply: reply["choices"][0]["token_ids"].pop(), "2 tokens but 3 logprobs"),
             (lambda reply: reply["choices"][0]["weight_versions"].pop(), "do not cover 3 tokens"),
@@ -276,14 +232,10 @@ class TestBatch:
             await client.generate_batch([[1], [2]], n=0)
         assert not isinstance(refused.value, BatchFailed) and not service.bodies
 
-    async def test_an_empty_batch_gives_no_rollouts(self, client):
+    async def test_batches_of_nothing_and_what_is_no_batch(self, client):
         assert await client.generate_batch([]) == []
-
-    async def test_a_batch_that_is_one_text_is_refused(self, client):
         with pytest.raises(TypeError, match="put it in a list"):
             await client.generate_batch("one text")
-
-    async def test_a_batch_without_concurrency_is_refused(self, client):
         with pytest.raises(ValueError, match="concurrency=0"):
             await client.generate_batch([[1]], concurrency=0)
 
@@ -297,15 +249,13 @@ class TestAddress:
             await with_token.generate([1])
             assert await with_token.weights() == []
 
-    @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "", "http://", "http://[::1"])
-    def test_an_address_that_is_none_is_refused(self, url):
-        with pytest.raises(ValueError, match="not the address of a service"):
-            RolloutClient(url)
-
-    @pytest.mark.parametrize("token", ["clé", "two words"])
-    def test_a_token_that_no_header_takes_is_refused(self, token):
-        with pytest.raises(ValueError, match="the token is not one word of printable ASCII"):
-            RolloutClient("http://service", token=token)
+    def test_what_is_no_address_or_token_is_refused(self):
+        for url in ("127.0.0.1:8000", "ftp://host", "", "http://", "http://[::1"):
+            with pytest.raises(ValueError, match="not the address of a service"):
+                RolloutClient(url)
+        for token in ("clé", "two words"):
+            with pytest.raises(ValueError, match="the token is not one word of printable ASCII"):
+                RolloutClient("http://service", token=token)
 
     async def test_a_service_below_a_path_is_reached(self):
         def at_prefix(request: httpx.Request) -> httpx.Response:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollout_service.client import RolloutClient
-from rollout_service.client._plain_http import PlainConnections
+from rollout_service.client._part_sender import PlainConnections
 from rollout_service.errors import Overloaded
 from rollout_service.protocol.upload import UPLOAD_KEY_HEADER, UploadTensor, listener_proof
 from rollout_service.runtime.tls import PinnedCertificates

@@ -9,16 +9,14 @@ import torch
 import xxhash
 
 from rollout_service.client import RolloutClient
-from rollout_service.client._push_options import PushOptions
+from rollout_service.client._push import PushOptions
 from rollout_service.client._tensors import describe
 from rollout_service.errors import CommitTimeout, InvalidManifest, Overloaded, VersionConflict
-from rollout_service.model.convert import tensor_bytes
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, UploadTensor, upload_digest
 from rollout_service.protocol.weights import WeightStatus
+from tests.unit.client.conftest import Tensors, stream_of
 from tests.unit.client.real_ingest import real_ingest
-from tests.unit.client.service import Crowd, Upload
-
-Tensors = dict[str, torch.Tensor]
+from tests.unit.client.service import Crowd
 
 
 @pytest.fixture
@@ -35,55 +33,32 @@ def tensors() -> Tensors:
     }
 
 
-def stream_of(tensors: Tensors) -> bytes:
-    return b"".join(bytes(tensor_bytes(tensor)) for tensor in tensors.values())
-
-
 def table_of(tensors: Tensors) -> list[UploadTensor]:
     return [describe(name, tensor) for name, tensor in tensors.items()]
 
 
-def digest_of(upload: Upload) -> str:
-    return upload_digest(xxhash.xxh3_128_hexdigest(data) for _, data in sorted(upload.parts.items()))
-
-
 class TestUpload:
     async def test_tensors_arrive_as_one_exact_stream(self, service, client, tensors):
-        status = await client.push_weights(5, tensors)
-
-        upload = service.uploads[5]
-        assert status == WeightStatus(version=5, state="live", total_bytes=len(upload.stream))
-        assert upload.stream == stream_of(tensors)
-        assert list(upload.begin.tensors) == table_of(tensors)
+        steps: list[tuple[int, int]] = []
+        status = await client.push_weights(
+            5, tensors, mode="abort", wait="none", timeout_s=7, progress=lambda *step: steps.append(step)
+        )
+        upload, total = service.uploads[5], len(stream_of(tensors))
+        assert status == WeightStatus(version=5, state="live", total_bytes=total)
+        assert upload.stream == stream_of(tensors) and list(upload.begin.tensors) == table_of(tensors)
         assert sorted(service.parts_sent()) == list(range(12))
-        assert upload.commit == CommitUpload(mode="keep", wait="all", timeout_s=600, upload_digest=digest_of(upload))
+        assert [sent for sent, _ in steps] == sorted({sent for sent, _ in steps})
+        assert (len(steps), steps[-1]) == (12, (total, total))
+        digest = upload_digest(xxhash.xxh3_128_hexdigest(data) for _, data in sorted(upload.parts.items()))
+        assert upload.commit == CommitUpload(mode="abort", wait="none", timeout_s=7, upload_digest=digest)
 
-    @pytest.mark.parametrize("form", ["module", "pairs", "generator", "generator with table"])
-    async def test_every_form_of_named_tensors_sends_the_same(self, service, client, form):
+    async def test_every_form_of_named_tensors_sends_the_same(self, service, client):
         module = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.LayerNorm(30))
         state = dict(module.state_dict())
-        if form == "module":
-            await client.push_weights(1, module)
-        elif form == "pairs":
-            await client.push_weights(1, list(state.items()))
-        elif form == "generator":
-            await client.push_weights(1, module.named_parameters())
-        else:
-            await client.push_weights(1, ((name, t) for name, t in state.items()), tensor_table=table_of(state))
-        assert service.uploads[1].stream == stream_of(state)
-
-    async def test_commit_options_reach_the_service(self, service, client, tensors):
-        await client.push_weights(5, tensors, mode="abort", wait="none", timeout_s=7)
-        upload = service.uploads[5]
-        assert upload.commit == CommitUpload(mode="abort", wait="none", timeout_s=7, upload_digest=digest_of(upload))
-
-    async def test_progress_counts_the_bytes_that_have_arrived(self, service, client, tensors):
-        steps: list[tuple[int, int]] = []
-        await client.push_weights(5, tensors, progress=lambda sent, total: steps.append((sent, total)))
-        total = len(stream_of(tensors))
-        assert len(steps) == 12
-        assert [sent for sent, _ in steps] == sorted({sent for sent, _ in steps})
-        assert steps[-1] == (total, total)
+        forms = [module, list(state.items()), module.named_parameters(), ((n, t) for n, t in state.items())]
+        for version, form in enumerate(forms, start=1):
+            await client.push_weights(version, form, tensor_table=table_of(state) if version == 4 else None)
+            assert service.uploads[version].stream == stream_of(state)
 
     async def test_several_parts_travel_at_once_and_no_more_than_allowed(self, service, client, tensors):
         crowd = Crowd(3)
@@ -128,13 +103,6 @@ class TestUpload:
         await push
         assert made == 20
 
-    async def test_a_large_part_is_sent_whole(self, service, client):
-        service.part_bytes = 5 << 20
-        tensors = {"w": torch.randn(3 << 20)}
-        await client.push_weights(1, tensors)
-        assert service.uploads[1].stream == stream_of(tensors)
-        assert len(service.parts_sent()) == 3
-
 
 class TestFailure:
     async def test_a_part_that_was_refused_for_now_is_sent_again(self, service, client, tensors):
@@ -145,26 +113,17 @@ class TestFailure:
         assert service.parts_sent().count(3) == 3
         assert service.uploads[5].stream == stream_of(tensors)
 
-    async def test_a_refused_table_is_an_error_before_any_part(self, service, client, tensors):
+    async def test_a_refused_table_and_a_late_replica_are_errors_at_once(self, service, client, tensors):
         service.answers["POST", "/v1/weights"].append(InvalidManifest("unknown tensor embed", {"unknown": ["embed"]}))
         with pytest.raises(InvalidManifest, match="unknown tensor embed"):
             await client.push_weights(5, tensors)
         assert service.parts_sent() == []
-
-    async def test_a_commit_timeout_is_raised_and_not_repeated(self, service, client, tensors):
         service.answers["POST", "/v1/weights/5/commit"].append(CommitTimeout("r2 is behind"))
         with pytest.raises(CommitTimeout, match="r2 is behind"):
             await client.push_weights(5, tensors)
         assert service.calls("POST", "/v1/weights/5/commit") == 1
 
-    async def test_tensors_unlike_their_table_fail_before_the_commit(self, service, client, tensors):
-        table = table_of(tensors)
-        tensors["scalar"] = torch.zeros(2)
-        with pytest.raises(ValueError, match="then came scalar"):
-            await client.push_weights(5, iter(tensors.items()), tensor_table=table)
-        assert service.calls("POST", "/v1/weights/5/commit") == 0
-
-    async def test_an_error_in_the_generator_is_raised_as_it_is(self, service, client):
+    async def test_a_generator_that_fails_or_differs_from_its_table_commits_nothing(self, service, client, tensors):
         def generator() -> Iterator[tuple[str, torch.Tensor]]:
             yield "a", torch.zeros(1)
             raise OSError("checkpoint is gone")
@@ -172,6 +131,10 @@ class TestFailure:
         with pytest.raises(OSError, match="checkpoint is gone"):
             await client.push_weights(5, generator())
         assert service.log == []
+        others = iter({**tensors, "scalar": torch.zeros(2)}.items())
+        with pytest.raises(ValueError, match="then came scalar"):
+            await client.push_weights(5, others, tensor_table=table_of(tensors))
+        assert service.calls("POST", "/v1/weights/5/commit") == 0
 
     async def test_cancelling_a_push_stops_its_uploads_and_commits_nothing(self, service, client, tensors):
         uploading, never = asyncio.Event(), asyncio.Event()
@@ -206,6 +169,8 @@ class TestOptions:
             ({"timeout_s": 0}, "timeout_s"),
             ({"mode": "stop"}, "mode"),
             ({"quantize": "both"}, "quantize='both'"),
+            ({"transport": "delta", "quantize": "service"}, "quantize='service' with transport='delta'"),
+            ({"transport": "pigeon"}, "transport='pigeon': choose one of auto, http, shared_memory, cuda_ipc, delta"),
         ],
     )
     async def test_wrong_options_fail_before_anything_is_sent(self, service, client, tensors, wrong, complaint):

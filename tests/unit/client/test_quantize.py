@@ -1,7 +1,6 @@
 """Weights that the trainer quantizes before it sends them, into the real ingest and into one that breaks down."""
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
 
@@ -10,18 +9,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout_service.client import RolloutClient, SyncRolloutClient
+from rollout_service.client import RolloutClient
 from rollout_service.client._tensors import describe
-from rollout_service.errors import EngineFailed, InvalidManifest, QuantizationError, Unauthorized
-from rollout_service.model.convert import Converter, tensor_bytes
+from rollout_service.errors import InvalidManifest, QuantizationError, Unauthorized
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.protocol.weights import WeightStatus
 from tests.support.models import make_model
 from tests.unit.client.real_ingest import RealIngest, real_ingest
-from tests.unit.client.service import Service
 
 Tensors = dict[str, torch.Tensor]
-FAMILIES = ["qwen2", "qwen3_moe", "mixtral", "deepseek_v3"]
+FAMILIES = ["qwen3_moe", "deepseek_v3"]
 
 
 @pytest.fixture(scope="session")
@@ -57,13 +54,6 @@ def stacked(models: dict[str, Path]) -> Tensors:
     return dict(module_of(models["qwen3_moe"]).state_dict())
 
 
-@asynccontextmanager
-async def client_of(model: Path, root: Path, **quant: object) -> AsyncIterator[RolloutClient]:
-    """The client of a service that quantizes as ``quant`` says."""
-    async with real_ingest(model, root, quant=quant) as service, RolloutClient(service.url) as client:
-        yield client
-
-
 async def push(client: RolloutClient, version: int, tensors: object, **options: object) -> WeightStatus:
     options = {"quantize": "trainer", "wait": "none", **options}
     return await client.push_weights(version, tensors, **options)
@@ -72,10 +62,7 @@ async def push(client: RolloutClient, version: int, tensors: object, **options: 
 class TestSameVersion:
     @pytest.mark.parametrize(
         ("family", "dtypes"),
-        [
-            *product(["qwen2", "qwen3_moe"], [(torch.bfloat16, torch.float16, torch.float32)]),
-            *product(["mixtral", "deepseek_v3"], [(torch.float32,)]),
-        ],
+        [("qwen3_moe", (torch.bfloat16, torch.float16, torch.float32)), ("deepseek_v3", (torch.float32,))],
         ids=FAMILIES,
     )
     async def test_whoever_quantizes_the_version_is_the_same(self, models, tmp_path, family, dtypes):
@@ -90,14 +77,12 @@ class TestSameVersion:
                 version += 2
                 service.log.verify(service.log.manifest(version))
 
-    async def test_power_of_two_scales_are_made_if_the_service_wants_them(self, models, tmp_path, stacked):
-        async with client_of(models["qwen3_moe"], tmp_path / "log", scales="power_of_two") as client:
+    @pytest.mark.parametrize("quant", [{"scales": "power_of_two"}, {"weights": "none"}, {"weights": "fp8_channel"}])
+    async def test_whatever_the_service_makes_of_weights(self, models, tmp_path, stacked, quant):
+        root, model = tmp_path / "log", models["qwen3_moe"]
+        async with real_ingest(model, root, quant=quant) as service, RolloutClient(service.url) as client:
             by_service = await push(client, 1, moved(stacked, torch.bfloat16), quantize="service")
             assert (await push(client, 2, moved(stacked, torch.bfloat16))).digest == by_service.digest
-
-    async def test_a_service_that_does_not_quantize_gets_bf16(self, models, tmp_path, stacked):
-        async with client_of(models["qwen3_moe"], tmp_path / "log", weights="none") as client:
-            assert (await push(client, 1, stacked)).digest == (await client.weights(0)).digest
 
     async def test_half_the_bytes_are_sent(self, moe, moe_client, stacked):
         totals: dict[str, int] = {}
@@ -113,24 +98,24 @@ class TestSameVersion:
         assert 0.5 < totals["trainer"] / totals["service"] < 0.55
         assert totals["trainer"] == (await moe_client.weights(2)).total_bytes
 
-    @pytest.mark.parametrize("form", ["module", "generator", "generator with table", "pairs of parameters"])
-    async def test_every_form_of_named_tensors_makes_the_same_version(self, moe, moe_client, models, form):
+    async def test_every_form_of_named_tensors_makes_the_same_version(self, moe_client, models):
         on_disk, module = load_file(models["qwen3_moe"] / "model.safetensors"), module_of(models["qwen3_moe"])
-        table = [describe(name, tensor) for name, tensor in on_disk.items()] if form == "generator with table" else None
-        source = {
-            "module": module,
-            "pairs of parameters": list(module.named_parameters()),
-            "generator": iter(on_disk.items()),
-            "generator with table": ((name, tensor.clone()) for name, tensor in on_disk.items()),
-        }[form]
-        status = await push(moe_client, 1, source, tensor_table=table)
-        assert status.digest == (await moe_client.weights(0)).digest
+        table = [describe(name, tensor) for name, tensor in on_disk.items()]
+        right = (await moe_client.weights(0)).digest
+        for version, source in enumerate((module, list(module.named_parameters()), iter(on_disk.items())), start=1):
+            assert (await push(moe_client, version, source)).digest == right
+        clones = ((name, tensor.clone()) for name, tensor in on_disk.items())
+        assert (await push(moe_client, 4, clones, tensor_table=table)).digest == right
 
-    @pytest.mark.parametrize("knows_table", [True, False], ids=["table", "no table"])
     @pytest.mark.parametrize(
-        ("transport", "quantize"),
-        [*product(["http", "shared_memory"], ["service", "trainer"]), ("delta", "trainer")],
-        ids=str,
+        ("transport", "quantize", "knows_table"),
+        [
+            ("http", "service", True),
+            ("http", "trainer", False),
+            ("shared_memory", "service", False),
+            ("shared_memory", "trainer", True),
+            ("delta", "trainer", True),
+        ],
     )
     async def test_a_generator_with_one_buffer_makes_the_same_version(
         self, moe_client, models, transport, quantize, knows_table
@@ -151,39 +136,20 @@ class TestSameVersion:
             assert status.digest == right.digest
             tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
 
-    async def test_the_blocking_client_does_it_too(self, threaded_service):
-        threaded_service.recipe = TrainerRecipe(weights="fp8_block", quantized=("w",))
-        with SyncRolloutClient(threaded_service.url) as client:
-            client.push_weights(1, {"w": torch.ones(256, 256)}, quantize="trainer")
-        assert len(threaded_service.uploads[1].stream) == 256 * 256 + 4 * 4
+    async def test_only_a_quantizing_trainer_asks_for_the_recipe(self, service, client):
+        service.recipe = TrainerRecipe(weights="fp8_block", quantized=("w",))
+        for version, quantize, nbytes in ((1, "service", 4 * 256**2), (2, "trainer", 256**2 + 4 * 4)):
+            await push(client, version, {"w": torch.ones(256, 256)}, quantize=quantize)
+            assert service.calls("GET", "/v1/weights/recipe") == version - 1
+            assert len(service.uploads[version].stream) == nbytes
 
     async def test_the_recipe_is_told_only_to_those_who_may_push(self, models, tmp_path):
-        async with real_ingest(models["qwen2"], tmp_path / "log", token="secret") as service:
+        async with real_ingest(models["qwen3_moe"], tmp_path / "log", token="secret") as service:
             async with RolloutClient(service.url) as stranger:
                 with pytest.raises(Unauthorized):
-                    await push(stranger, 1, module_of(models["qwen2"]))
+                    await push(stranger, 1, module_of(models["qwen3_moe"]))
             async with RolloutClient(service.url, token="secret") as client:
-                assert (await push(client, 1, module_of(models["qwen2"]))).state == "committed"
-
-
-@pytest.fixture
-def small(service: Service) -> Tensors:
-    """Ten parts of 1024 bytes once they are quantized, and a few bytes of scales."""
-    service.recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(f"layer{i}" for i in range(10)))
-    generator = torch.Generator().manual_seed(0)
-    return {f"layer{i}": torch.randn(16, 64, generator=generator) for i in range(10)}
-
-
-def quantized_stream(service: Service, tensors: Tensors) -> bytes:
-    return b"".join(tensor_bytes(tensor) for _, tensor in Converter(service.recipe).convert(tensors.items()))
-
-
-async def fail_at_part_6(service: Service, client: RolloutClient, tensors: Tensors) -> None:
-    service.answers["PUT", "/v1/weights/5/parts/6"].append(EngineFailed("out of disk"))
-    with pytest.raises(EngineFailed, match="out of disk"):
-        await push(client, 5, tensors, parallel_parts=1)
-    assert sorted(service.uploads[5].parts) == list(range(6))
-    service.log.clear()
+                assert (await push(client, 1, module_of(models["qwen3_moe"]))).state == "committed"
 
 
 class TestRefused:
@@ -214,31 +180,3 @@ class TestRefused:
         name = "model.layers.0.mlp.experts.gate_up_proj"
         with pytest.raises(ValueError, match=rf"{name} .*\[8, 255, 256\]"):
             await push(moe_client, 1, {**stacked, name: stacked[name][:, 1:]})
-
-
-class TestResume:
-    async def test_a_push_goes_on_where_the_last_one_failed(self, service, client, small):
-        await fail_at_part_6(service, client, small)
-        await push(client, 5, small)
-        assert sorted(service.parts_sent()) == [6, 7, 8, 9, 10]
-        assert service.uploads[5].stream == quantized_stream(service, small)
-        service.log.clear()
-        await push(client, 5, small)
-        assert service.parts_sent() == []
-
-    async def test_a_rank_that_does_not_send_quantizes_nothing(self, service, client, small):
-        read: list[str] = []
-
-        def generator() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in small.items():
-                read.append(name)
-                yield name, tensor * float("nan")
-
-        assert await push(client, 5, generator(), send=False) is None
-        assert read == list(small) and service.log == []
-
-    async def test_only_a_quantizing_trainer_asks_for_the_recipe(self, service, client, small):
-        await push(client, 1, small, quantize="service")
-        assert service.calls("GET", "/v1/weights/recipe") == 0
-        await push(client, 2, small)
-        assert service.calls("GET", "/v1/weights/recipe") == 1

@@ -82,12 +82,13 @@ def test_memory_is_unpinned_before_it_is_unmapped(tensors, monkeypatch):
     assert unpinned == [True] * len(pinned)
 
 
-def test_memory_that_cuda_refuses_is_used_unpinned(tensors, monkeypatch):
+def test_memory_that_cuda_refuses_is_used_unpinned(monkeypatch):
     def refuse(memory: memoryview) -> Callable[[], None]:
         raise OSError("CUDA pins no bytes")
 
     monkeypatch.setattr(_sent_weights, "pin", refuse)
     monkeypatch.setattr(_sent_weights, "lies_on_gpu", lambda tensor: True)
+    tensors = {"norm": torch.ones(5)}
     assert held(sent(tensors)) == bytes_of(tensors)
 
 

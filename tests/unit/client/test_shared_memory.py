@@ -17,9 +17,9 @@ import torch
 from rollout_service.client import RolloutClient, _shared_memory
 from rollout_service.client._tensors import TensorSource, describe
 from rollout_service.errors import InvalidRequest, NotFound, NotShared, QuantizationError, UploadIncomplete
-from rollout_service.ingest.announced_tables import AnnouncedTables
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.shared_memory import TrainerMemory
+from rollout_service.ingest.uploads import AnnouncedTables
 from rollout_service.kv_scales.scales import KVScales, LayerScales
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import (
@@ -94,29 +94,21 @@ class TestPush:
     ):
         monkeypatch.setattr(_shared_memory, "BATCH_BYTES", 3000)
         in_parts = await client.push_weights(1, dict(weights), transport="http", wait="none")
-        shared = await client.push_weights(2, dict(weights), transport="shared_memory", wait="none")
-        assert shared.digest == in_parts.digest
-        memory = client._uploader._shared["shared_memory"]._memory
+        memories, seen = set(), list[tuple[int, int]]()
+        for version in (2, 3):
+            seen.clear()
+            shared = await client.push_weights(
+                version, dict(weights), transport="shared_memory", wait="none", progress=lambda *at: seen.append(at)
+            )
+            assert shared.digest == in_parts.digest
+            memories.add(memory := client._uploader._shared["shared_memory"]._memory)
+            nbytes = len(stream_of(weights))
+            assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+            assert len(seen) > 3 and seen[-1] == (nbytes, nbytes)
         largest = max(tensor.nbytes for tensor in weights.values())
-        assert memory is not None and memory.nbytes >= largest + 2 * 3000 > 6 * 3000
+        assert memory.nbytes >= largest + 2 * 3000 > 6 * 3000 and len(memories) == 1, "it is kept for the next push"
 
-    async def test_progress_counts_every_byte(self, client, weights):
-        seen: list[tuple[int, int]] = []
-        await client.push_weights(
-            1, dict(weights), transport="shared_memory", wait="none", progress=lambda *at: seen.append(at)
-        )
-        nbytes = len(stream_of(weights))
-        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-        assert len(seen) > 3 and seen[-1] == (nbytes, nbytes)
-
-    async def test_memory_is_kept_for_the_next_push(self, client, weights):
-        for version in (1, 2):
-            await client.push_weights(version, dict(weights), transport="shared_memory", wait="none")
-            if version == 1:
-                memory = client._uploader._shared["shared_memory"]._memory
-        assert memory is not None and client._uploader._shared["shared_memory"]._memory is memory
-
-    @pytest.mark.parametrize("transport", ["shared_memory", "http", "delta"])
+    @pytest.mark.parametrize("transport", ["shared_memory", "delta"])
     async def test_the_table_is_sent_once_and_again_to_an_ingest_that_does_not_know_it(
         self, service, client, weights, transport,
         monkeypatch
@@ -131,7 +123,7 @@ class TestPush:
         monkeypatch.setattr(service.ingest, "begin", recorded)
         for version in (1, 2, 3):
             if version == 3:
-                service.ingest._uploads._builder.tables = AnnouncedTables()  # as of one that has just started
+                service.ingest._uploads.tables = AnnouncedTables()  # as of one that has just started
             new = {**weights, "model.norm.weight": weights["model.norm.weight"] + version}
             await client.push_weights(version, new, transport=transport, wait="none")
         assert [bool(each.announced_tensors) for each in announced] == [True, False, False, True]
@@ -336,18 +328,14 @@ class TestMemory:
         run = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
         assert run.stdout.strip() == "hello"
 
-    def test_it_cannot_shrink(self, memory):
+    def test_only_memory_of_a_push_that_cannot_shrink_is_opened(self, memory, tmp_path):
         with pytest.raises(PermissionError):
             os.ftruncate(memory.descriptor, mmap.PAGESIZE)
-
-    def test_memory_that_could_shrink_is_refused(self):
         fd = os.memfd_create("rollout-weights-" + "0" * 32)
         os.ftruncate(fd, 100)
         with pytest.raises(OSError, match="can shrink"):
             SharedMemory.open(os.getpid(), fd, "0" * 32)
         os.close(fd)
-
-    def test_another_file_of_the_trainer_is_refused(self, memory, tmp_path):
         with (tmp_path / "file").open("w") as file, pytest.raises(FileNotFoundError, match="not the memory"):
             SharedMemory.open(os.getpid(), file.fileno(), memory.name)
 

@@ -1,6 +1,5 @@
 import asyncio
 import inspect
-import json
 import signal
 import threading
 from concurrent.futures import CancelledError
@@ -38,37 +37,12 @@ def test_a_push_goes_by_the_cuda_stream_of_the_callers_thread(threaded_service, 
     assert asked == [threading.get_ident()]
 
 
-def test_it_reads_a_rollout_while_it_is_made():
-    service = Service()
-    choice = {"index": 0, "logprobs": [-0.5], "stop_reason": None}
-    versions = [{"version": "3", "start": 0, "end": 2}]
-    chunks: list[dict[str, Any]] = [
-        {"choices": [choice | {"token_ids": [7], "finish_reason": None, "weight_versions": []}]},
-        {"choices": [choice | {"token_ids": [8], "finish_reason": "length", "weight_versions": versions}]},
-        {"choices": [], "replica_id": "a", "attempts": 2, "truncated_sampling": False},
-    ]
-
-    async def stream(request: Request) -> Response:
-        assert (await request.json())["stream"] is True
-        events = [f"data: {json.dumps({'request_id': 'r', **chunk})}\n\n" for chunk in chunks]
-        return Response("".join(events) + "data: [DONE]\n\n", media_type="text/event-stream")
-
-    service.generate = stream
-    with serving_in_a_thread(service), SyncRolloutClient(service.url) as client:
-        with client.generate_stream([1, 2]) as read:
-            assert [piece.token_ids for piece in read] == [(7,), (8,)]
-        assert read.rollout.completions[0].versions == (3,) and read.rollout.attempts == 2
-
-
-def test_errors_are_those_of_the_service(threaded_service):
-    with SyncRolloutClient(threaded_service.url) as client, pytest.raises(NotFound, match="no version 8"):
-        client.weights(8)
-
-
 async def test_it_works_where_an_event_loop_is_running_already(threaded_service):
     assert asyncio.get_running_loop().is_running()
     with SyncRolloutClient(threaded_service.url) as client:
         assert client.generate([1]).prompt_token_ids == (1,)
+        with pytest.raises(NotFound, match="no version 8"):
+            client.weights(8)
 
 
 def test_ctrl_c_cancels_on_the_service():
@@ -154,6 +128,8 @@ def test_closing_cancels_a_call_of_another_thread():
 
 def test_closing_twice_is_closing_once_and_ends_the_thread(threaded_service):
     before = threading.active_count()
+    with pytest.raises(ValueError, match="not the address"):
+        SyncRolloutClient("nowhere")
     client = SyncRolloutClient(threaded_service.url)
     assert threading.active_count() == before + 1
     client.close()
@@ -166,13 +142,6 @@ def test_closing_twice_is_closing_once_and_ends_the_thread(threaded_service):
 def test_a_progress_callback_may_not_call_its_client(threaded_service):
     with SyncRolloutClient(threaded_service.url) as client, pytest.raises(RuntimeError, match="wait for itself"):
         client.push_weights(1, {"w": torch.ones(1)}, progress=lambda sent, total: client.health() and None)
-
-
-def test_a_wrong_address_starts_no_thread():
-    before = threading.active_count()
-    with pytest.raises(ValueError, match="not the address"):
-        SyncRolloutClient("nowhere")
-    assert threading.active_count() == before
 
 
 def signature(function: Any) -> str:
@@ -199,9 +168,8 @@ def test_both_clients_have_the_same_methods_and_documentation():
 def test_both_sessions_have_the_same_members_and_documentation():
     asynchronous, blocking = public_members(AgentSession), public_members(SyncAgentSession)
     assert asynchronous.keys() == blocking.keys()
-    for name in asynchronous.keys() - {"open"}:
-        assert asynchronous[name].__doc__ == blocking[name].__doc__
-    assert asynchronous["open"].__doc__.replace("async with", "with") == blocking["open"].__doc__
+    for name, member in asynchronous.items():
+        assert member.__doc__.replace("async with", "with") == blocking[name].__doc__
 
 
 def public_members(kind: type) -> dict[str, Any]:
@@ -230,9 +198,5 @@ class TestSession:
             for use in (lambda: session.session_id, session.trajectory, session.close):
                 with pytest.raises(RuntimeError, match="the session is not open: use it in a `with` block"):
                     use()
-
-    def test_a_session_ends_with_its_client(self, threaded_service):
-        with SyncRolloutClient(threaded_service.url) as client:
-            session = client.session()
         with pytest.raises(RuntimeError, match="this SyncRolloutClient is closed"):
             session.open()

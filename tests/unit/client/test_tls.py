@@ -29,12 +29,6 @@ def listeners(tmp_path: Path) -> Certificate:
     return make_certificate(tmp_path / "listener", "ingest.example")
 
 
-async def test_a_file_is_what_an_https_service_is_trusted_by(gateways, tensors):
-    async with serving(Service(), gateways) as service, RolloutClient(service.url, ca_file=gateways.certfile) as client:
-        await client.push_weights(5, tensors)
-        assert service.uploads[5].stream == stream_of(tensors)
-
-
 async def test_a_service_that_is_not_trusted_is_given_up_at_once(gateways, tensors):
     async with serving(Service(), gateways) as service, RolloutClient(service.url) as client:
         with pytest.raises(httpx.ConnectError) as refused:

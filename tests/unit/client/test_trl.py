@@ -38,35 +38,22 @@ def sync(transfer: RolloutServiceWeightTransfer, tensors: Tensors) -> None:
     transfer.resume()
 
 
-def test_each_sync_is_one_version_more(healthy, transfer):
+def test_each_sync_is_one_version_more(healthy, transfer, tensors):
     transfer.init_weight_transfer()
     assert transfer.status is None
     for step in range(3):
         sync(transfer, {"w": torch.full((4,), float(step)), "v": torch.ones(3, dtype=torch.bfloat16)})
-        assert transfer.status is not None
-        assert transfer.status.version == step + 1
-    assert list(healthy.uploads) == [1, 2, 3]
+        assert transfer.status is not None and transfer.status.version == step + 1
     assert healthy.uploads[3].stream == stream_of({"w": torch.full((4,), 2.0), "v": torch.ones(3).bfloat16()})
-
-
-def test_a_sync_pauses_nothing_and_waits_for_replicas(healthy, tensors):
-    transfer = RolloutServiceWeightTransfer(healthy.url, mode="wait", timeout_s=77)
-    sync(transfer, tensors)
-    transfer.destroy()
-    commit = healthy.uploads[1].commit
-    assert commit is not None
-    assert (commit.mode, commit.wait, commit.timeout_s) == ("wait", "all", 77)
+    # a trainer that was started again
+    again = RolloutServiceWeightTransfer(healthy.url, mode="wait", timeout_s=77)
+    again.init_weight_transfer()
+    sync(again, tensors)
+    again.destroy()
+    assert list(healthy.uploads) == [1, 2, 3, 4]
+    commit = healthy.uploads[4].commit
+    assert commit is not None and (commit.mode, commit.wait, commit.timeout_s) == ("wait", "all", 77)
     assert {path for _, path in healthy.log} & {"/pause", "/resume"} == set()
-
-
-def test_versions_go_on_after_the_newest_of_the_service(healthy, tensors):
-    for run in (1, 2):  # the second is a trainer that was started again
-        transfer = RolloutServiceWeightTransfer(healthy.url)
-        transfer.init_weight_transfer()
-        sync(transfer, tensors)
-        sync(transfer, tensors)
-        transfer.destroy()
-        assert list(healthy.uploads) == list(range(1, 2 * run + 1))
 
 
 def test_after_a_failed_sync_the_next_one_has_a_new_version(healthy, transfer, tensors):
@@ -101,26 +88,18 @@ def test_from_the_second_sync_on_tensors_are_not_held(transfer, tensors):
     assert most == 1
 
 
-def test_the_trainer_quantizes_if_it_is_told_to(healthy):
+def test_quantize_and_transport_are_those_of_its_pushes(healthy):
     healthy.recipe = TrainerRecipe(weights="fp8_block", quantized=("w",))
-    transfer = RolloutServiceWeightTransfer(healthy.url, quantize="trainer")
-    for _ in range(2):
-        sync(transfer, {"w": torch.ones(128, 128), "norm": torch.ones(8)})
-    transfer.destroy()
-    for upload in healthy.uploads.values():
-        dtypes = {entry.name: entry.dtype for entry in upload.begin.tensors}
-        assert dtypes == {"w": "float8_e4m3fn", "w_scale_inv": "float32", "norm": "bfloat16"}
-
-
-def test_what_changes_from_sync_to_sync_is_sent_if_it_is_told_to(healthy):
-    transfer = RolloutServiceWeightTransfer(healthy.url, transport="delta")
+    transfer = RolloutServiceWeightTransfer(healthy.url, quantize="trainer", transport="delta")
     weights = {"w": torch.ones(128, 128), "norm": torch.ones(8)}
     for step in range(3):
         weights["w"][3, step] = 2.0
         sync(transfer, weights)
     transfer.destroy()
-    deltas = [upload.begin.delta for _, upload in sorted(healthy.uploads.items())]
-    assert deltas[0] is None and [delta and delta.base for delta in deltas[1:]] == [1, 2]
+    uploads = [upload.begin for _, upload in sorted(healthy.uploads.items())]
+    assert [begin.delta and begin.delta.base for begin in uploads] == [None, 1, 2]
+    dtypes = {entry.name: entry.dtype for entry in uploads[0].tensors}
+    assert dtypes == {"w": "float8_e4m3fn", "w_scale_inv": "float32", "norm": "bfloat16"}
 
 
 def test_it_may_be_used_again_after_destroy(transfer, tensors):
@@ -134,26 +113,18 @@ def test_it_may_be_used_again_after_destroy(transfer, tensors):
     assert transfer.status.version == 2
 
 
-def test_a_service_that_never_answers_is_said(healthy):
-    healthy.answers["GET", "/health"].extend([NotReady("no replica is live")] * 100)
-    transfer = RolloutServiceWeightTransfer(healthy.url, server_timeout_s=0)
-    with pytest.raises(NotReady, match=f"{healthy.url} could not serve within 0 s"):
-        transfer.init_weight_transfer()
-    transfer.destroy()
-
-
 def test_it_waits_until_the_service_can_serve(healthy, transfer):
     healthy.answers["GET", "/health"].append(NotReady("no replica is live"))
     transfer.init_weight_transfer()
     assert healthy.calls("GET", "/health") == 2
-
-
-def test_a_wrong_token_is_said_before_training_begins(healthy):
+    healthy.answers["GET", "/health"].append(NotReady("no replica is live"))
+    impatient = RolloutServiceWeightTransfer(healthy.url, server_timeout_s=0)
+    with pytest.raises(NotReady, match=f"{healthy.url} could not serve within 0 s"):
+        impatient.init_weight_transfer()
+    impatient.destroy()
     healthy.token = "right"
-    transfer = RolloutServiceWeightTransfer(healthy.url, token="wrong")
-    with pytest.raises(Unauthorized):
+    with pytest.raises(Unauthorized):  # before training begins
         transfer.init_weight_transfer()
-    transfer.destroy()
 
 
 async def test_no_rank_hangs_when_a_sync_fails(healthy, tmp_path):

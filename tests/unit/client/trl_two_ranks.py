@@ -40,10 +40,8 @@ def sync_all(rank: int, store: str, url: str) -> list[str]:
             transfer.send_weights(streamed(sharded, sync))
             assert transfer.status is not None
             outcomes.append(f"version {transfer.status.version}")
-        except RolloutServiceError as error:
-            outcomes.append(error.message)
-        except ValueError as error:
-            outcomes.append(str(error))
+        except (RolloutServiceError, ValueError) as error:
+            outcomes.append(getattr(error, "message", str(error)))
     transfer.destroy()
     torch.distributed.destroy_process_group()
     return outcomes

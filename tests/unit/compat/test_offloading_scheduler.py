@@ -9,41 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
-from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata, TransferJob
 from vllm.engine.arg_utils import EngineArgs
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from rollout_service.compat.vllm_scheduler import (
-    KV_MAX_AGE,
-    KeepingOffloadingConnector,
-    is_too_old,
-    make_scheduler,
-    salted,
-)
-from rollout_service.model.tiny import make_tiny_qwen3
+from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, KeepingOffloadingConnector, is_too_old, salted
+from tests.unit.compat.schedulers import BLOCK, request_of, scheduler_of
 
-BLOCK, GPU_BLOCKS, HOST_BLOCKS, PAGE = 32, 20, 80, 4096
+GPU_BLOCKS, HOST_BLOCKS, PAGE = 20, 80, 4096
 LENGTH = 256
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 Slot = tuple[int, int]
 """The hash of the tokens up to a position, and the version that computed its keys and values."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("offloaded") / "model"
-    make_tiny_qwen3(folder)
-    return folder
 
 
 def vllm_config(model: Path, is_async: bool) -> VllmConfig:
@@ -84,16 +65,7 @@ class Engine:
     finished: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
-        self.scheduler = make_scheduler(
-            self.config,
-            kv_cache_config=KVCacheConfig(GPU_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
-            structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-        )
+        self.scheduler = scheduler_of(self.config, GPU_BLOCKS)
         self.random = random.Random(self.seed)
         self._gpu: dict[int, list[Slot | None]] = {}
         self._host: dict[int, list[Slot | None]] = {}
@@ -106,9 +78,7 @@ class Engine:
         self.begin_version(self.version)
 
     def add(self, name: str, prompt: list[int], begun: int | None = None, max_tokens: int = 20) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        salt = salted(self.version if begun is None else begun, None)
-        request = Request(name, prompt, params, None, cache_salt=salt, block_hasher=self._hasher)
+        request = request_of(name, prompt, salted(self.version if begun is None else begun, None), max_tokens)
         self.made[name] = list(prompt)
         self.scheduler.add_request(request)
         return request
@@ -223,9 +193,9 @@ def is_async(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def engine(model: Path, is_async: bool) -> Engine:
+def engine(tiny_model: Path, is_async: bool) -> Engine:
     """An engine whose host memory has the blocks of ``PROMPT`` with version 1, and whose GPU has none."""
-    engine = Engine(vllm_config(model, is_async))
+    engine = Engine(vllm_config(tiny_model, is_async))
     engine.add("first", PROMPT)
     engine.finish("first")
     engine.forget()
@@ -314,11 +284,10 @@ def test_full_reset_drops_loads_and_host_memory(engine):
     engine.finish("loads")
 
 
-@pytest.mark.parametrize("max_age", [0, 1, None])
-@pytest.mark.parametrize("seed", range(3))
-def test_sessions_read_no_keys_of_older_versions(model, is_async, max_age, seed):
+@pytest.mark.parametrize(("max_age", "seed"), [(0, 0), (1, 1), (None, 2)])
+def test_sessions_read_no_keys_of_older_versions(tiny_model, is_async, max_age, seed):
     """Sessions that overflow the GPU's blocks, with updates at random steps. ``_compute`` checks what they read."""
-    engine = Engine(vllm_config(model, is_async), seed, max_age=max_age)
+    engine = Engine(vllm_config(tiny_model, is_async), seed, max_age=max_age)
     pick = engine.random
     prompts = {name: [*PROMPT[:BLOCK], *(pick.randrange(5, 95) for _ in range(40))] for name in "abcdef"}
     turns, begun, running = dict.fromkeys(prompts, 0), dict.fromkeys(prompts, 1), dict[str, str]()

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from rollout_service.app import _resources
 from rollout_service.config import AuthConfig, ServiceConfig
 from rollout_service.config.service import host_and_port
-
-SECTIONS = [name for name, field in ServiceConfig.model_fields.items()]
+from rollout_service.model.hub import pinned, with_model_here
 
 
 def message_of(args: dict[str, Any]) -> str:
@@ -18,22 +18,15 @@ def message_of(args: dict[str, Any]) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("path", ["models/modèle", "$HOME/模型", "models/a b/%41/~x"])
-def test_a_model_path_beyond_ascii_is_refused(path):
-    if path.isascii():
-        assert ServiceConfig.model_validate({"model": {"path": path}}).model.path == Path(path)
-    else:
-        assert "name a symbolic link" in message_of({"model": {"path": path, "served_name": "m"}})
-
-
-def test_a_variable_with_a_path_beyond_ascii_is_refused(monkeypatch):
+def test_a_model_path_beyond_ascii_is_refused_wherever_it_comes_from(tmp_path, monkeypatch):
+    assert ServiceConfig.model_validate({"model": {"path": "models/a b/%41/~x"}}).model.path == Path(
+        "models/a b/%41/~x"
+    )
+    assert "name a symbolic link" in message_of({"model": {"path": "models/modèle"}})
     monkeypatch.setenv("MODELS", "/données")
     model = ServiceConfig.model_validate({"model": {"path": "$MODELS/tiny"}}).model
     with pytest.raises(ValueError, match=r"model\.path=/données/tiny has characters"):
         model.here()
-
-
-def test_a_current_directory_beyond_ascii_is_refused(tmp_path, monkeypatch):
     (tmp_path / "modèles").mkdir()
     monkeypatch.chdir(tmp_path / "modèles")
     with pytest.raises(ValueError, match=r"model\.path=.*/modèles/tiny has characters"):
@@ -41,14 +34,11 @@ def test_a_current_directory_beyond_ascii_is_refused(tmp_path, monkeypatch):
 
 
 class TestSections:
-    @pytest.mark.parametrize("section", SECTIONS)
-    def test_a_configuration_cannot_be_changed(self, section):
+    @pytest.mark.parametrize("section", ServiceConfig.model_fields)
+    def test_sections_are_frozen_and_refuse_unknown_fields_by_name(self, section):
         part = getattr(ServiceConfig(), section)
         with pytest.raises(ValidationError, match="frozen"):
             setattr(part, next(iter(type(part).model_fields)), None)
-
-    @pytest.mark.parametrize("section", SECTIONS)
-    def test_an_unknown_field_is_refused_by_name(self, section):
         message = message_of({section: {"mispelt": 1}})
         assert f"{section}.mispelt" in message and "not permitted" in message
 
@@ -58,6 +48,7 @@ class TestSections:
             ({"engine": {"max_model_len": 1}}, "engine.max_model_len"),
             ({"engine": {"admission_limit": 0}}, "engine.admission_limit"),
             ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization"),
+            ({"engine": {"kv_offload_gib": 0}}, "engine.kv_offload_gib"),
             ({"kv_cache": {"dtype": "int8"}}, "kv_cache.dtype"),
             ({"kv_cache": {"scales_policy": "calibrate"}}, "kv_cache.scales_policy"),
             ({"quant": {"weights": "int4"}}, "quant.weights"),
@@ -90,17 +81,17 @@ class TestFieldsThatGoTogether:
         message = message_of({"quant": {"weights": "none", **option}})
         assert f"quant.{next(iter(option))}: set, but quant.weights is none" in message
         ServiceConfig.model_validate({"quant": option, "weights": {"ingest_num_gpus": 0.1}})
+        written = {"weights": "none", "skip": [], "scales": "fp32", "indivisible": "error"}  # the defaults
+        assert ServiceConfig.model_validate({"quant": written}).quant.weights == "none"
 
-    @pytest.mark.parametrize("weights", ["fp8_channel", "int8_channel"])
-    @pytest.mark.parametrize("option", [{"scales": "power_of_two"}, {"indivisible": "keep_bf16"}])
+    @pytest.mark.parametrize(
+        ("weights", "option"),
+        [("fp8_channel", {"scales": "power_of_two"}), ("int8_channel", {"indivisible": "keep_bf16"})],
+    )
     def test_channels_have_no_blocks_to_say_anything_about(self, option, weights):
         message = message_of({"quant": {"weights": weights, **option}})
         assert f"quant.{next(iter(option))}: set, but quant.weights is {weights}, which has no blocks" in message
         ServiceConfig.model_validate({"quant": {"weights": weights, "skip": ["*.o_proj"]}})
-
-    def test_a_default_written_out_is_no_option_set(self):
-        written = {"weights": "none", "skip": [], "scales": "fp32", "indivisible": "error"}
-        assert ServiceConfig.model_validate({"quant": written}).quant.weights == "none"
 
     @pytest.mark.parametrize(
         ("args", "named"),
@@ -124,18 +115,6 @@ class TestFieldsThatGoTogether:
     def test_values_that_exclude_each_other_are_all_named(self, args, named):
         message = message_of(args)
         assert all(name in message for name in named), message
-
-    @pytest.mark.parametrize(
-        "args",
-        [
-            {"kv_cache": {"dtype": "fp8_e4m3", "scales_policy": "unit"}},
-            {"engine": {"expert_parallel": True, "tensor_parallel_size": 2}},
-        ],
-    )
-    def test_values_that_fit_are_taken(self, args):
-        config = ServiceConfig.model_validate(args)
-        taken = {name: getattr(config, name).model_dump(include=fields.keys()) for name, fields in args.items()}
-        assert taken == args
 
     def test_a_replica_holds_a_multiple_of_what_it_decodes(self):
         config = ServiceConfig.model_validate({"engine": {"max_num_seqs": 64}, "scaling": {"gateways": 4}})
@@ -203,10 +182,7 @@ class TestEngineKernels:
     def test_on_a_gpu_the_settings_of_compilation_decide(self, engine, kernels):
         config = ServiceConfig.model_validate({"engine": engine})
         assert config.with_gpus(True).engine_kernels == kernels
-        assert config.with_gpus(False).engine_kernels == "cpu"
-
-    def test_before_gpus_are_known_kernels_are_not_known(self):
-        assert ServiceConfig().engine_kernels is None
+        assert (config.with_gpus(False).engine_kernels, config.engine_kernels) == ("cpu", None)
 
 
 class TestOffloading:
@@ -222,9 +198,6 @@ class TestOffloading:
         engine = {"kv_offload_gib": 1, other: True}
         message = message_of({"engine": engine, "weights": self.KEPT})
         assert f"engine.kv_offload_gib=1 is not tested with engine.{other}: leave one out" in message
-
-    def test_no_memory_is_refused(self):
-        assert "greater than 0" in message_of({"engine": {"kv_offload_gib": 0}, "weights": self.KEPT})
 
 
 class TestAuth:
@@ -326,11 +299,8 @@ class TestModel:
         # a revision says that it is none, wherever the configuration is read
         pinned = ServiceConfig.model_validate({"model": {"path": "Qwen/Qwen3-8B", "revision": "main"}})
         assert pinned.resolved().model.repo_id == "Qwen/Qwen3-8B"
-
-    def test_a_model_that_is_made_is_no_repository(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        config = ServiceConfig.model_validate({"model": {"path": "models/tiny-qwen3", "create": "tiny-qwen3"}})
-        assert config.model.repo_id is None and config.resolved().model.path == tmp_path / "models/tiny-qwen3"
+        made = ServiceConfig.model_validate({"model": {"path": "models/tiny-qwen3", "create": "tiny-qwen3"}})
+        assert made.model.repo_id is None and made.resolved().model.path == tmp_path / "models/tiny-qwen3"
 
 
 def paths_in(value: object) -> list[Path]:
@@ -370,12 +340,7 @@ class TestResolved:
         resolved = config.resolved()
         assert (resolved.engine, resolved.scaling, resolved.quant) == (config.engine, config.scaling, config.quant)
         monkeypatch.chdir("/")
-        assert resolved.resolved() == resolved
-
-    def test_a_resolved_configuration_survives_json(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        resolved = ServiceConfig().resolved()
-        assert ServiceConfig.model_validate_json(resolved.model_dump_json()) == resolved
+        assert resolved.resolved() == resolved == ServiceConfig.model_validate_json(resolved.model_dump_json())
 
     def test_variables_in_the_log_root_expand_on_the_reading_node(self, monkeypatch):
         config = ServiceConfig.model_validate({"weights": {"root": "$NODE_DISK/weights"}}).resolved()
@@ -386,3 +351,43 @@ class TestResolved:
         monkeypatch.delenv("NODE_DISK")
         with pytest.raises(ValueError, match=r"weights\.root is \$NODE_DISK/weights, and on .* set the variable"):
             config.weights.root_here()
+
+
+def config_of_model(**model: object) -> ServiceConfig:
+    return ServiceConfig.model_validate({"model": model})
+
+
+def test_each_node_finds_the_model_in_its_own_folder(tmp_path, monkeypatch):
+    config = pinned(config_of_model(path="$MODELS_OF_TEST/qwen").resolved())
+    assert config.model.path == Path("$MODELS_OF_TEST/qwen") and config.model.name == "qwen"
+    for node in ("a", "b"):
+        monkeypatch.setenv("MODELS_OF_TEST", str(tmp_path / node))
+        here = with_model_here(config).model
+        assert here.path == tmp_path / node / "qwen" and here.name == "qwen"
+
+
+def test_a_variable_that_is_not_set_is_named(monkeypatch):
+    monkeypatch.delenv("MODELS_OF_TEST", raising=False)
+    with pytest.raises(ValueError, match=r"model\.path is \$MODELS_OF_TEST/qwen, and on .*: set the variable"):
+        with_model_here(config_of_model(path="$MODELS_OF_TEST/qwen"))
+
+
+def test_a_name_that_each_node_makes_anew_is_refused(monkeypatch, tmp_path):
+    with pytest.raises(ValidationError, match=r"set model\.served_name"):
+        config_of_model(path="$MODEL_OF_TEST")
+    monkeypatch.setenv("MODEL_OF_TEST", str(tmp_path))
+    assert with_model_here(config_of_model(path="$MODEL_OF_TEST", served_name="qwen")).model.name == "qwen"
+
+
+def test_a_replica_asks_ray_for_more_than_gpus():
+    config = ServiceConfig.model_validate({"scaling": {"num_gpus": 1, "resources": {"rollout_node": 1}}})
+    assert _resources(config)["resources"] == {"rollout_node": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("resources", "why"),
+    [({"GPU": 1}, "set scaling.num_gpus"), ({"CPU": 1}, "set scaling.num_cpus"), ({"node": 0}, "greater than 0")],
+)
+def test_a_resource_with_a_setting_of_its_own_is_refused(resources, why):
+    with pytest.raises(ValidationError, match=why):
+        ServiceConfig.model_validate({"scaling": {"resources": resources}})

@@ -1,4 +1,4 @@
-"""What every function refuses, and what it says; ragged rows."""
+"""What is refused, and what is said; ragged rows; missing logprobs."""
 
 import math
 
@@ -7,44 +7,50 @@ import torch
 
 from rollout_service.correction import correct, measure_mismatch, preset, truncated_importance_weights
 
-every = pytest.mark.parametrize("function", [truncated_importance_weights, measure_mismatch, correct])
+LOST = [[-1.0, math.nan, -2.0], [-math.inf, -1.0]]
+TRAINER = [[-1.5, -0.5, -2.0], [-0.5, -1.0]]
+ONE, TWO = [[-1.0], [-1.0]], [[-1.0, -2.0], [-1.0]]
+ZEROS, ONES = torch.zeros(2, 3), torch.ones(2, 3)
 
 
-@every
 @pytest.mark.parametrize(
-    "shapes",
-    [((2, 3), (2, 4), (2, 3)), ((2, 3), (2, 3), (3,)), ((2, 3), (2, 3), (2, 1)), ((3,), (3,), (3,))],
-    ids=["logprobs differ", "mask lacks the batch", "mask would broadcast", "no batch"],
+    ("arguments", "complaint"),
+    [
+        ((ZEROS, torch.zeros(2, 4), ONES), r"\[batch, tokens\], not \[2, 3\], \[2, 4\] and \[2, 3\]"),
+        ((ZEROS, ZEROS, torch.ones(3)), r"\[batch, tokens\], not \[2, 3\], \[2, 3\] and \[3\]"),
+        ((ZEROS, ZEROS, torch.ones(2, 1)), r"\[2, 1\]"),
+        ((torch.zeros(3),) * 3, r"not \[3\], \[3\] and \[3\]"),
+        *[((torch.zeros(shape),) * 3, "selects no token") for shape in ((2, 3), (0, 3), (2, 0))],
+        *[
+            ((torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[1.0, value]])), "only 0 and 1")
+            for value in (0.5, 2.0, -1.0, math.nan)
+        ],
+        ((ZEROS.where(ONES.tril(1) > 0, math.nan), ZEROS, ONES), r"trainer_logprobs\[0, 2\] is nan"),
+        ((ZEROS, ZEROS.where(ONES.tril(1) > 0, -math.inf), ONES), r"rollout_logprobs\[0, 2\] is -inf"),
+        ((TWO, TWO, torch.ones(2, 2)), r"trainer_logprobs\[1, 1\] is nan"),
+        ((TWO, [*TWO[:1], [-1.0, -1.0]]), "row 1 of rollout_logprobs has 2 tokens and of trainer_logprobs 1"),
+        ((ONE, ONE, [[1]]), "mask has 1 rows and trainer_logprobs has 2"),
+        (([torch.zeros(1, 2)], [torch.zeros(1)]), r"1-D \[tokens\], not \[1, 2\]"),
+        ((torch.zeros(1, 1), [[-1.0, -1.0]]), r"\[1, 1\], \[1, 2\]"),
+        ((torch.zeros(1, 1), torch.zeros(1, 1)), "give a mask"),
+        *[((rows, rows), "selects no token") for rows in ([], [[]], [[], []])],
+    ],
 )
-def test_wrong_batch_shapes_are_refused_and_all_three_are_named(function, shapes):
-    trainer, engine, mask = (torch.ones(shape) for shape in shapes)
-    with pytest.raises(ValueError, match=r"\[batch, tokens\]") as refusal:
-        function(trainer, engine, mask)
-    assert all(str(list(shape)) in str(refusal.value) for shape in shapes)
+def test_rows_that_do_not_fit_are_refused(arguments, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        correct(*arguments)
 
 
-@every
-@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
-def test_a_mask_that_selects_nothing_is_refused(function, shape):
+@pytest.mark.parametrize("function", [truncated_importance_weights, measure_mismatch])
+def test_every_function_refuses_them(function):
     with pytest.raises(ValueError, match="selects no token"):
-        function(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape))
+        function(ZEROS, ZEROS, ZEROS)
 
 
-@every
-@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, math.nan])
-def test_a_mask_of_anything_but_zero_and_one_is_refused(function, value):
-    with pytest.raises(ValueError, match="only 0 and 1"):
-        function(torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[1.0, value]]))
-
-
-@every
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["trainer_logprobs", "rollout_logprobs"])
-def test_a_selected_non_finite_logprob_is_refused_with_its_place(function, value, name):
-    logprobs = {"trainer_logprobs": torch.zeros(2, 3), "rollout_logprobs": torch.zeros(2, 3)}
-    logprobs[name][1, 2] = value
-    with pytest.raises(ValueError, match=rf"{name}\[1, 2\] is {value}"):
-        function(logprobs["trainer_logprobs"], logprobs["rollout_logprobs"], torch.ones(2, 3))
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.bfloat16])
+def test_the_mask_may_have_any_dtype(mask_dtype):
+    mask = torch.tensor([[1, 0, 1]]).to(mask_dtype)
+    assert correct(torch.zeros(1, 3), torch.zeros(1, 3), mask).weights.tolist() == [[1.0, 0.0, 1.0]]
 
 
 def test_lists_of_numbers_are_tokens_at_the_start_of_their_rows():
@@ -61,10 +67,6 @@ def test_the_services_lists_go_with_a_trainers_padded_tensor():
 @pytest.mark.parametrize("mask", [[[1, 0], [1]], torch.tensor([[True, False], [True, False]])])
 def test_a_mask_picks_tokens_of_ragged_rows(mask):
     assert measure_mismatch([[-1.0, -9.0], [-2.0]], [[-1.0, -1.0], [-1.0]], mask).k1 == pytest.approx(0.5)
-
-
-LOST = [[-1.0, math.nan, -2.0], [-math.inf, -1.0]]
-TRAINER = [[-1.5, -0.5, -2.0], [-0.5, -1.0]]
 
 
 def test_a_missing_logprob_of_ratio_1_weighs_1():
@@ -89,26 +91,6 @@ def test_only_the_rollouts_logprobs_may_be_missing(missing):
         correct(LOST, TRAINER, missing_logprobs=missing)
     with pytest.raises(ValueError, match=r"rollout_logprobs\[1, 1\] is nan"):  # beyond the end of a ragged row
         correct(torch.zeros(2, 2), [[-1.0, -2.0], [-1.0]], torch.ones(2, 2), missing_logprobs=missing)
-
-
-ONE, TWO = [[-1.0], [-1.0]], [[-1.0, -2.0], [-1.0]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ((TWO, TWO, torch.ones(2, 2)), r"trainer_logprobs\[1, 1\] is nan"),
-        ((TWO, [*TWO[:1], [-1.0, -1.0]]), "row 1 of rollout_logprobs has 2 tokens and of trainer_logprobs 1"),
-        ((ONE, ONE, [[1]]), "mask has 1 rows and trainer_logprobs has 2"),
-        (([torch.zeros(1, 2)], [torch.zeros(1)]), r"1-D \[tokens\], not \[1, 2\]"),
-        ((torch.zeros(1, 1), [[-1.0, -1.0]]), r"\[1, 1\], \[1, 2\]"),
-        ((torch.zeros(1, 1), torch.zeros(1, 1)), "give a mask"),
-        *[((rows, rows), "selects no token") for rows in ([], [[]], [[], []])],
-    ],
-)
-def test_rows_that_do_not_fit_are_refused(arguments, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        correct(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_service.correction import Correction, GammaWeights, correct, preset
 from tests.unit.correction.batches import flat, padded, unpadded
-from tests.unit.correction.expected import Rows
+from tests.unit.correction.expected import Rows, binary_kl
 
 Advantages = list[list[float]]
 Row = list[tuple[float, float]]
@@ -38,11 +38,6 @@ def ratios(row: Row) -> list[float]:
 
 def probabilities(row: Row) -> list[tuple[float, float]]:
     return [(math.exp(trainer), math.exp(rollout)) for trainer, rollout in row]
-
-
-def binary_kl(a: float, b: float) -> float:
-    a, b = (min(max(value, 1e-6), 1 - 1e-6) for value in (a, b))
-    return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
 
 
 def per_sequence(weigh: Callable[[Row, list[float]], list[float]]) -> Callable[[Rows, Advantages], list[list[float]]]:
@@ -230,9 +225,3 @@ def test_advantages_of_every_form_give_the_same(advantages):
 def test_advantages_that_do_not_fit_are_refused(advantages, message):
     with pytest.raises(ValueError, match=message):
         correct([[-1.0, -2.0]], [[-1.0, -2.0]], advantages=advantages)
-
-
-@pytest.mark.parametrize("arguments", [{"k_pos": 0.0}, {"lambda_neg": math.inf}, {"k_neg": "3"}])
-def test_gamma_parameters_that_make_no_sense_are_refused(arguments):
-    with pytest.raises(ValueError, match=f"GammaWeights {next(iter(arguments))}"):
-        GammaWeights(**arguments)

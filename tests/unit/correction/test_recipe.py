@@ -1,4 +1,4 @@
-"""Whole recipes: what holds for all of them, whatever the batch."""
+"""Whole recipes: what holds for all of them, whatever the batch, and what a loss is divided by."""
 
 import dataclasses
 import math
@@ -6,11 +6,21 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.correction import PRESETS, Corrected, Correction, ImportanceWeights, Rejection, Veto, correct
+from rollout_service.correction import (
+    PRESETS,
+    Corrected,
+    Correction,
+    ImportanceWeights,
+    Rejection,
+    Veto,
+    correct,
+    preset,
+)
 from tests.unit.correction.batches import ROWS, UNUSABLE, apply, flat, near, padded, ragged, unpadded
+from tests.unit.correction.expected import Rows
 
 EVERYTHING = Correction(
     ImportanceWeights("sequence", upper=3.0, lower=0.1, batch_normalize=True),
@@ -24,6 +34,13 @@ EVERYTHING = Correction(
 )
 RECIPES = st.sampled_from([*PRESETS.values(), EVERYTHING])
 """Thresholds lie on no value that the tests sum in another order."""
+BY_HAND: Rows = [
+    [(math.log(0.31), math.log(0.30)), (math.log(0.5), math.log(0.5)), (math.log(0.097), math.log(0.1))],
+    [(math.log(0.6), math.log(0.1)), (math.log(0.9), math.log(0.4))],
+    [],
+    [(math.log(0.00002), math.log(0.4)), (math.log(0.2), math.log(0.5)), (-1.0, -1.25), (-0.5, -0.375)],
+]
+"""Four sequences: near, far above, empty, far below; ratios from 0.00005 to 6."""
 
 
 def assert_same(found: Corrected, wanted: Corrected) -> None:
@@ -46,34 +63,26 @@ def test_equal_policies_are_left_as_they_are(rows, recipe):
     assert rejected == [0.0] * len(rejected)
 
 
-@given(rows=ROWS, recipe=RECIPES, seed=st.integers(0, 1000))
-def test_the_order_of_the_sequences_changes_nothing(rows, recipe, seed):
-    order = list(range(len(rows)))
+@given(
+    rows=ROWS,
+    recipe=RECIPES,
+    seed=st.integers(0, 1000),
+    junk=UNUSABLE | st.floats(-100, 100),
+    extra=st.integers(0, 3),
+)
+def test_order_padding_and_sequences_without_tokens_change_nothing(rows, recipe, seed, junk, extra):
+    order = [*range(len(rows)), -1]  # -1: one more sequence, which is empty
     random.Random(seed).shuffle(order)
-    straight = apply(*padded(rows), recipe)
-    shuffled = apply(*padded([rows[index] for index in order]), recipe)
-    assert_same(shuffled, dataclasses.replace(straight, weights=straight.weights[order], mask=straight.mask[order]))
-
-
-@given(rows=ROWS, recipe=RECIPES, junk=UNUSABLE | st.floats(-100, 100), extra=st.integers(0, 3))
-def test_what_masked_positions_hold_has_no_influence(rows, recipe, junk, extra):
-    found = apply(*padded(rows, junk, extra), recipe)
-    wanted = apply(*padded(rows, 0.0), recipe)
+    wanted = apply(*padded([*rows, []]), recipe)
+    found = apply(*padded([[*rows, []][index] for index in order], junk, extra), recipe)
     width = wanted.mask.shape[1]
     assert not found.mask[:, width:].any() and not found.weights[:, width:].any()
-    assert_same(dataclasses.replace(found, weights=found.weights[:, :width], mask=found.mask[:, :width]), wanted)
+    found = dataclasses.replace(found, weights=found.weights[:, :width], mask=found.mask[:, :width])
+    assert_same(found, dataclasses.replace(wanted, weights=wanted.weights[order], mask=wanted.mask[order]))
+    assert wanted.metrics == near(apply(*padded(rows), recipe).metrics)
 
 
-@given(rows=ROWS, recipe=RECIPES, where=st.integers(0, 5))
-def test_a_sequence_without_tokens_changes_nothing(rows, recipe, where):
-    where = min(where, len(rows))
-    found = apply(*padded([*rows[:where], [], *rows[where:]]), recipe)
-    wanted = apply(*padded(rows), recipe)
-    others = [index for index in range(len(rows) + 1) if index != where]
-    assert not found.mask[where].any() and not found.weights[where].any()
-    assert_same(dataclasses.replace(found, weights=found.weights[others], mask=found.mask[others]), wanted)
-
-
+@settings(max_examples=25)
 @given(rows=ROWS, recipe=RECIPES)
 def test_ragged_rows_give_what_padded_rows_give(rows, recipe):
     trainer, rollout, mask = padded(rows)
@@ -95,21 +104,16 @@ def test_values_are_finite_and_fractions_lie_between_0_and_1(rows, recipe):
 
 
 @given(rows=ROWS, recipe=RECIPES)
-def test_rejected_tokens_weigh_zero_and_the_rest_is_in_the_mask(rows, recipe):
-    trainer, rollout, mask = padded(rows)
-    found = apply(trainer, rollout, mask, recipe)
-    assert not (found.mask & ~mask).any()
-    assert not found.weights[~found.mask].any()
-
-
-@pytest.mark.parametrize("recipe", [*PRESETS.values(), EVERYTHING], ids=[*PRESETS, "everything"])
-def test_no_gradient_flows_through_weights_or_metrics(recipe):
-    trainer = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    found = apply(trainer, torch.tensor([[-1.0001, -2.0]], requires_grad=True), torch.ones(1, 2), recipe)
-    assert not found.weights.requires_grad
-    (found.weights * trainer).sum().backward()
-    assert trainer.grad is not None
-    assert torch.equal(trainer.grad, found.weights)
+def test_the_gradient_is_the_weights_over_the_counted_tokens(rows, recipe):
+    trainer, rollout, mask = padded(rows, padding=0.0)
+    trainer.requires_grad_()
+    found = apply(trainer, rollout.requires_grad_(), mask, recipe)
+    counted = mask if recipe.divides_by == "sampled" else found.mask
+    assert not (found.mask & ~mask).any() and not found.weights[~found.mask].any()
+    assert torch.equal(found.counted, counted) and found.denominator == max(int(counted.sum()), 1)
+    (-(found.weights * trainer).sum() / found.denominator).backward()  # as docs/correction.md has it
+    assert not found.weights.requires_grad and trainer.grad is not None
+    torch.testing.assert_close(trainer.grad, -found.weights / found.denominator)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +124,8 @@ def test_no_gradient_flows_through_weights_or_metrics(recipe):
         (torch.float32, torch.float64, torch.float64),
     ],
 )
-def test_logprobs_of_any_dtype_give_weights_of_at_least_fp32(rows, trainer, rollout, weights):
-    ours, theirs, mask = padded(rows)
+def test_logprobs_of_any_dtype_give_weights_of_at_least_fp32(trainer, rollout, weights):
+    ours, theirs, mask = padded(BY_HAND)
     ours, theirs = ours.to(trainer), theirs.to(rollout)
     found = apply(ours, theirs, mask, EVERYTHING)
     assert found.weights.dtype is weights and found.mask.dtype is torch.bool
@@ -130,6 +134,7 @@ def test_logprobs_of_any_dtype_give_weights_of_at_least_fp32(rows, trainer, roll
     assert torch.equal(found.weights, exact.weights.to(weights))
 
 
+@settings(max_examples=25)
 @given(rows=ROWS)
 def test_a_token_stays_if_every_rejection_and_the_veto_keep_it(rows):
     trainer, rollout, mask = padded(rows)
@@ -141,17 +146,22 @@ def test_a_token_stays_if_every_rejection_and_the_veto_keep_it(rows):
     lost = [not all(row) for row in unpadded(together.mask, rows) if row]
     assert together.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 - sum(kept) / len(kept))
     assert together.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(sum(lost) / len(lost))
+    weights_alone = correct(trainer, rollout, mask, Correction(EVERYTHING.weights)).metrics
+    assert weights_alone.items() <= together.metrics.items()
 
 
-def test_metrics_of_weights_do_not_depend_on_what_is_rejected(rows):
-    weights = ImportanceWeights("token", upper=2.0)
-    alone = apply(*padded(rows), Correction(weights)).metrics
-    assert alone.items() <= apply(*padded(rows), Correction(weights, (Rejection("seq_mean_k3", 0.01),))).metrics.items()
+def test_the_parts_of_a_step_add_up_to_the_whole():
+    nine_of_ten_rejected: Rows = [[(-1.0, -1.0)] * 4, *[[(-3.0, -1.0)] * 4] * 9]
+    whole = correct(*padded(nine_of_ten_rejected), preset("geo_rs"))
+    parts = [correct(*padded(nine_of_ten_rejected[i : i + 5]), preset("geo_rs")) for i in (0, 5)]
+    assert sum(int(part.counted.sum()) for part in parts) == whole.denominator == 4
 
 
 def test_a_recipe_is_refused_where_it_is_written():
     with pytest.raises(ValueError, match="token_k1 rejects twice"):
         Correction(rejections=(Rejection("token_k1", 2.0), Rejection("token_k2", 1.0), Rejection("token_k1", 3.0)))
+    with pytest.raises(ValueError, match="divides_by='tokens' must be one of sampled, kept"):
+        Correction(divides_by="tokens")
     with pytest.raises(TypeError, match="tuple of Rejection"):
         Correction(rejections=Rejection("token_k1", 2.0))
     with pytest.raises(TypeError, match="ImportanceWeights"):

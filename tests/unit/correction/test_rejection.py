@@ -62,34 +62,25 @@ def test_one_token_outside_the_veto_drops_its_sequence(rows, lower, upper):
 
 
 def test_padding_vetoes_nothing_even_where_equal_policies_would():
-    assert kept([[(-2.0, -1.0)] * 2, [(-2.0, -1.0)]], Correction(veto=Veto(lower=None, upper=0.5))) == [
-        [True] * 2,
-        [True],
-    ]
+    rows = [[(-2.0, -1.0)] * 2, [(-2.0, -1.0)]]
+    assert kept(rows, Correction(veto=Veto(lower=None, upper=0.5))) == [[True, True], [True]]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("kind", "arguments", "message"),
     [
-        ({"statistic": "seq_max_k1", "upper": 2.0}, "one of token_k1"),
-        ({"statistic": "token_k3", "upper": 2.0, "lower": 0.1}, "only an upper bound"),
-        ({"statistic": "token_k1", "upper": 0.5}, "at least 1"),
-        ({"statistic": "token_k1", "upper": 0.5, "lower": 0.7}, "above upper"),
-        ({"statistic": "token_k2", "upper": 0.0}, "positive"),
-        ({"statistic": "token_k2", "upper": math.nan}, "positive"),
-        ({"statistic": "token_k2", "upper": "0.5_2.0"}, "positive"),
-        ({"statistic": "token_k1", "upper": True}, "positive"),
+        (Rejection, {"statistic": "seq_max_k1", "upper": 2.0}, "one of token_k1"),
+        (Rejection, {"statistic": "token_k3", "upper": 2.0, "lower": 0.1}, "only an upper bound"),
+        (Rejection, {"statistic": "token_k1", "upper": 0.5}, "at least 1"),
+        (Rejection, {"statistic": "token_k1", "upper": 0.5, "lower": 0.7}, "above upper"),
+        (Rejection, {"statistic": "token_k2", "upper": 0.0}, "positive"),
+        (Rejection, {"statistic": "token_k1", "upper": True}, "positive"),
+        (Rejection, {"statistic": "token_k1", "upper": 2.0, "only_if": "always"}, "one of diverging, negative"),
+        (Veto, {"lower": None}, "neither"),
+        (Veto, {"lower": 2.0, "upper": 1.0}, "above upper"),
+        (Veto, {"lower": math.inf}, "finite"),
     ],
 )
-def test_a_rejection_that_makes_no_sense_is_refused(arguments, message):
+def test_what_makes_no_sense_is_refused(kind, arguments, message):
     with pytest.raises(ValueError, match=message):
-        Rejection(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("lower", "upper", "message"),
-    [(None, None, "neither"), (0.0, None, "positive"), (2.0, 1.0, "above upper"), (math.inf, None, "finite")],
-)
-def test_a_veto_that_makes_no_sense_is_refused(lower, upper, message):
-    with pytest.raises(ValueError, match=message):
-        Veto(lower, upper)
+        kind(**arguments)

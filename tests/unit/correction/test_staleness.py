@@ -1,11 +1,10 @@
 """Versions of tokens, lag and the filter, against plain Python."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.correction import correct, fresh_tokens, token_lag, token_versions
+from rollout_service.correction import fresh_tokens, token_lag, token_versions
 from rollout_service.protocol.rollout import Span
 
 
@@ -40,12 +39,6 @@ def test_a_completion_that_an_update_split():
     assert versions.tolist() == [[3, 3, 5, -1], [5, -1, -1, -1]]
     assert fresh_tokens(versions, trainer_version=5, max_lag=1).tolist() == [[False] * 4, [True, False, False, False]]
     assert fresh_tokens(versions, 5, 1, "token").tolist() == [[False, False, True, False], [True, False, False, False]]
-
-
-def test_the_filter_is_a_mask_for_correct():
-    versions = token_versions([spans_of([1, 1]), spans_of([4])])
-    found = correct(torch.zeros(2, 2), torch.zeros(2, 2), fresh_tokens(versions, 4, 2))
-    assert found.mask.tolist() == [[False, False], [True, False]]
 
 
 def test_what_cannot_be_is_refused():

@@ -1,4 +1,4 @@
-"""Importance weights, against the formulas written out in plain Python."""
+"""Importance weights and verl's ``rollout_is_…``, against the formulas written out in plain Python."""
 
 import math
 
@@ -7,83 +7,82 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.correction import Correction, ImportanceWeights, correct, truncated_importance_weights
+from rollout_service.correction import (
+    Correction,
+    GammaWeights,
+    ImportanceWeights,
+    correct,
+    truncated_importance_weights,
+)
 from tests.unit.correction import expected
-from tests.unit.correction.batches import ROWS, flat, padded, unpadded
+from tests.unit.correction.batches import ROWS, near, padded, unpadded
 
-LOGPROB = st.floats(min_value=-60, max_value=0, width=32)
-TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB), min_size=1, max_size=12)
-CAP = st.floats(min_value=0.1, max_value=10)
-
-
-def row(values: list[float]) -> torch.Tensor:
-    """[1, tokens] in fp64, so that plain Python's floats are exact."""
-    return torch.tensor([values], dtype=torch.float64)
+LEVELS = st.sampled_from(["token", "sequence", "geometric"])
+BOUNDS = st.sampled_from([(None, 2.0), (0.5, 5.0), (0.3, 0.7), (None, 1e12)])
+MASKED = ImportanceWeights("token", upper=2.0, lower=0.5, outside="mask", batch_normalize=True)
 
 
-class TestTokenWeights:
-    @given(tokens=TOKENS, cap=CAP)
-    def test_weights_follow_the_formula_and_stay_within_the_cap(self, tokens, cap):
-        trainer, engine = row([t for t, _ in tokens]), row([e for _, e in tokens])
-        weights = truncated_importance_weights(trainer, engine, torch.ones(1, len(tokens)), cap=cap)[0].tolist()
-        assert weights == pytest.approx([min(math.exp(max(-20.0, min(20.0, t - e))), cap) for t, e in tokens])
-        assert all(0 <= weight <= cap for weight in weights)
-
-    @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
-    def test_the_mask_may_have_any_dtype(self, mask_dtype):
-        logprobs = torch.zeros(1, 3)
-        mask = torch.tensor([[1, 0, 1]]).to(mask_dtype)
-        assert truncated_importance_weights(logprobs, logprobs, mask).tolist() == [[1.0, 0.0, 1.0]]
-
-    @pytest.mark.parametrize("cap", [0.0, -1.0, math.nan, math.inf])
-    def test_a_cap_that_is_no_positive_number_is_refused(self, cap):
-        logprobs = torch.zeros(1, 2)
-        with pytest.raises(ValueError, match="cap="):
-            truncated_importance_weights(logprobs, logprobs, torch.ones(1, 2), cap=cap)
+@given(rows=ROWS, level=LEVELS, bounds=BOUNDS, outside=st.sampled_from(["truncate", "mask"]))
+def test_weights_and_their_metrics_follow_the_formula(rows, level, bounds, outside):
+    lower, upper = bounds
+    found = correct(*padded(rows), Correction(ImportanceWeights(level, upper, lower, outside)))
+    wanted = expected.bounded_weights(rows, level, lower, upper, outside)
+    assert unpadded(found.weights, rows) == [pytest.approx(row, rel=1e-9, abs=1e-12) for row in wanted]
+    metrics = {name.removeprefix("rollout_corr/"): v for name, v in found.metrics.items() if "rollout_is" in name}
+    assert metrics == near(expected.of_weights(rows, level, lower, upper, outside))
 
 
-class TestLevels:
-    @given(
-        rows=ROWS,
-        level=st.sampled_from(["token", "sequence", "geometric"]),
-        bounds=st.sampled_from([(None, 2.0), (0.5, 5.0), (0.3, 0.7), (None, math.inf)]),
-        outside=st.sampled_from(["truncate", "mask"]),
-    )
-    def test_weights_of_every_level_follow_the_formula_within_bounds(self, rows, level, bounds, outside):
-        lower, upper = bounds
-        found = correct(*padded(rows), Correction(ImportanceWeights(level, upper, lower, outside))).weights
-        wanted = expected.bounded_weights(rows, level, lower, upper, outside)
-        assert unpadded(found, rows) == [pytest.approx(row, rel=1e-9, abs=1e-12) for row in wanted]
-        assert all(weight <= upper for weight in flat(found.tolist()))
-        if lower is not None:
-            assert all(weight >= lower or (outside == "mask" and weight == 0) for weight in flat(unpadded(found, rows)))
+@given(rows=ROWS, cap=st.floats(min_value=0.1, max_value=10))
+def test_truncated_weights_are_those_of_tokens_with_a_cap(rows, cap):
+    found = unpadded(truncated_importance_weights(*padded(rows), cap=cap), rows)
+    wanted = expected.bounded_weights(rows, "token", None, cap, "truncate")
+    assert found == [pytest.approx(row) for row in wanted]
 
-    def test_the_levels_by_hand(self):
-        rows = [[(math.log(0.2), math.log(0.1)), (math.log(0.8), math.log(0.1))]]
-        found = {
-            level: correct(*padded(rows), Correction(ImportanceWeights(level, upper=100.0))).weights[0].tolist()
-            for level in ("token", "sequence", "geometric")
-        }
-        assert found["token"] == pytest.approx([2, 8])
-        assert found["sequence"] == pytest.approx([16, 16])
-        assert found["geometric"] == pytest.approx([4, 4])
 
-    def test_a_weight_on_a_bound_is_within(self):
-        recipe = Correction(ImportanceWeights(upper=1.0, lower=1.0, outside="mask"))
-        assert correct([[-1.0, -1.0]], [[-1.0, -1.5]], correction=recipe).weights.tolist() == [[1.0, 0.0]]
+@given(rows=ROWS, level=LEVELS)
+def test_normalized_weights_have_mean_one_and_report_the_factor(rows, level):
+    plain = correct(*padded(rows), Correction(ImportanceWeights(level, upper=2.0)))
+    found = correct(*padded(rows), Correction(ImportanceWeights(level, upper=2.0, batch_normalize=True)))
+    units = unpadded(found.weights, rows)
+    values = [w for row in units for w in row] if level == "token" else [row[0] for row in units if row]
+    factor = found.metrics["rollout_corr/rollout_is_batch_norm_factor"]
+    if factor != 1.0:
+        assert math.fsum(values) / len(values) == pytest.approx(1.0)
+    assert (found.weights * factor).tolist() == [pytest.approx(row) for row in plain.weights.tolist()]
+    assert plain.metrics.items() <= found.metrics.items()
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"level": "batch"}, "level='batch' must be one of token, sequence, geometric"),
-            ({"outside": "clip"}, "outside='clip' must be one of truncate, mask"),
-            ({"upper": 0.0}, "upper=0.0 must be a positive number"),
-            ({"upper": math.nan}, "upper=nan must be a positive number"),
-            ({"upper": "2.0"}, "upper='2.0' must be a positive number"),
-            ({"lower": -1.0}, "lower=-1.0 must be a positive number"),
-            ({"lower": 3.0}, "lower=3.0 is above upper=2.0"),
-        ],
-    )
-    def test_weights_that_make_no_sense_are_refused(self, arguments, message):
-        with pytest.raises(ValueError, match=message):
-            ImportanceWeights(**arguments)
+
+def test_weights_that_are_all_masked_are_not_divided_by_zero():
+    found = correct([[-3.0]], [[0.0]], correction=Correction(MASKED))
+    assert found.weights.tolist() == [[0.0]]
+    assert found.metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
+    assert found.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
+
+
+def test_a_weight_on_a_bound_is_within():
+    recipe = Correction(ImportanceWeights(upper=1.0, lower=1.0, outside="mask"))
+    assert correct([[-1.0, -1.0]], [[-1.0, -1.5]], correction=recipe).weights.tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (ImportanceWeights, {"level": "batch"}, "level='batch' must be one of token, sequence, geometric"),
+        (ImportanceWeights, {"outside": "clip"}, "outside='clip' must be one of truncate, mask"),
+        (ImportanceWeights, {"upper": math.nan}, "upper=nan must be a positive number"),
+        (ImportanceWeights, {"upper": "2.0"}, "upper='2.0' must be a positive number"),
+        (ImportanceWeights, {"lower": -1.0}, "lower=-1.0 must be a positive number"),
+        (ImportanceWeights, {"lower": 3.0}, "lower=3.0 is above upper=2.0"),
+        (GammaWeights, {"k_pos": 0.0}, "GammaWeights k_pos: .* must be a positive number"),
+        (GammaWeights, {"lambda_neg": math.inf}, "GammaWeights lambda_neg: .* must be finite"),
+    ],
+)
+def test_weights_that_make_no_sense_are_refused(kind, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**arguments)
+
+
+@pytest.mark.parametrize("cap", [0.0, math.nan, math.inf])
+def test_a_cap_that_is_no_positive_number_is_refused(cap):
+    with pytest.raises(ValueError, match="cap="):
+        truncated_importance_weights(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), cap=cap)

@@ -1,6 +1,6 @@
 """A ``WeightSync`` between a real log on disk and a small engine and ingest in this process."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -31,10 +31,24 @@ def ingest() -> FakeIngest:
 
 
 @pytest.fixture
-async def weight_sync(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> AsyncIterator[WeightSync]:
+async def follower(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> AsyncIterator[Callable[..., WeightSync]]:
+    """Makes a follower that is not started yet; the test's end stops it."""
+    made: list[WeightSync] = []
+
+    def make(fingerprint: str = "model", weights: dict[str, object] | None = None, **parts: object) -> WeightSync:
+        config = WeightsConfig.model_validate({"root": log.root, "poll_s": 0.01, **(weights or {})})
+        made.append(WeightSync("r1", engine, ingest, config, fingerprint, **parts))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+@pytest.fixture
+async def weight_sync(follower: Callable[..., WeightSync], engine: FakeEngine) -> WeightSync:
     """Started: it serves version 0 and follows."""
-    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
+    weight_sync = follower()
     await weight_sync.start()
     engine.calls.clear()
-    yield weight_sync
-    weight_sync.stop()
+    return weight_sync

@@ -6,7 +6,7 @@ from vllm import CompletionOutput, RequestOutput
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import WeightVersionSpan
 
-from rollout_service.engine.adapter import completions, vllm_sampling
+from rollout_service.engine.adapter import completions, routed_experts, vllm_sampling
 from rollout_service.errors import EngineFailed, InvalidRequest
 from rollout_service.protocol.rollout import Candidate, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
@@ -54,65 +54,45 @@ def test_an_error_without_a_structure_is_the_engines():
     assert failed.value.http_status == 500
 
 
-def routed(output: RequestOutput, *experts: np.ndarray) -> RequestOutput:
-    """Each completion with its [tokens, layers, topk]."""
-    for made, each in zip(output.outputs, experts, strict=True):
-        made.routed_experts = each
-    return output
-
-
 def chosen(tokens: int) -> np.ndarray:
-    """Of one layer: expert 0 and another."""
+    """Of one layer: expert 0 and another. Shape [tokens, 1, 2]."""
     return np.array([[[0, token + 1]] for token in range(tokens)], np.uint8).reshape(-1, 1, 2)
 
 
-FROM_1 = Sampling(routed_experts_prompt_start=1)
+def routed(experts: np.ndarray | None, reason: str = "stop", start: int | None = 1) -> RoutedExperts | None:
+    """Return what becomes of the experts of one sampled token after a prompt of two."""
+    asked = output(reason)
+    asked.prompt_token_ids, asked.outputs[0].routed_experts = [1, 2], experts
+    return completions(asked, Sampling(routed_experts_prompt_start=start))[0].routed_experts
 
 
 def test_routed_experts_begin_where_they_were_asked_for():
-    asked = routed(output("stop", "length"), chosen(1), chosen(1))
-    asked.prompt_token_ids = [1, 2]
-    first, second = completions(asked, Sampling(n=2, routed_experts_prompt_start=1))
-    assert first.routed_experts == second.routed_experts == RoutedExperts.of(chosen(1), 1)
-    [unasked] = completions(routed(output("stop"), chosen(1)), Sampling())
-    assert unasked.routed_experts is None
-
-
-def test_an_abort_may_leave_rows_untold_and_a_completion_without_tokens_has_none():
-    [cut] = completions(routed(output("abort"), chosen(0)), Sampling(routed_experts_prompt_start=0))
-    assert cut.routed_experts is not None and cut.routed_experts.shape == (0, 1, 2)
-    nothing = output("abort")
-    nothing.outputs[0].token_ids, nothing.outputs[0].logprobs = [], FlatLogprobs()
-    nothing.outputs[0].weight_versions = []
-    assert completions(nothing, FROM_1)[0].routed_experts is None
+    assert routed(chosen(1)) == RoutedExperts.of(chosen(1), 1)
+    assert routed(chosen(1), start=None) is None
+    cut = routed(chosen(0), "abort")  # an abort may leave rows untold
+    assert cut is not None and cut.shape == (0, 1, 2)
+    assert routed(np.zeros((1, 3, 1), np.uint8)) is not None  # expert 0 may be the only one of a token
+    nothing = output("abort").outputs[0]
+    nothing.token_ids = []
+    assert routed_experts(nothing, 1, 2) is None
 
 
 @pytest.mark.parametrize(
-    ("experts", "says"),
+    ("experts", "error", "says"),
     [
-        (None, "told no routed experts with a completion of 1 tokens"),
-        (chosen(2), "of 2 tokens, where 1 were read from 1 on"),
+        (None, EngineFailed, "told no routed experts with a completion of 1 tokens"),
+        (chosen(2), EngineFailed, "of 2 tokens, where 1 were read from 1 on"),
+        (
+            np.zeros((1, 3, 2), np.uint8),
+            InvalidRequest,
+            r"does not tell what it chose\. Set engine\.return_routed_experts: false",
+        ),
     ],
-    ids=["none", "too many"],
+    ids=["none", "too many", "an untelling kernel"],
 )
-def test_routed_experts_that_cannot_be_right_fail_the_request(experts, says):
-    asked = routed(output("stop"), experts)
-    asked.prompt_token_ids = [1, 2]
-    with pytest.raises(EngineFailed, match=says):
-        completions(asked, FROM_1)
-
-
-def test_a_kernel_that_does_not_tell_its_experts_is_no_lost_engine():
-    asked = routed(output("stop"), np.zeros((1, 3, 2), np.uint8))
-    asked.prompt_token_ids = [1, 2]
-    with pytest.raises(InvalidRequest, match=r"does not tell what it chose\. Set engine\.return_routed_experts: false"):
-        completions(asked, FROM_1)
-
-
-def test_expert_0_may_be_the_only_one_of_a_token():
-    asked = routed(output("stop"), np.zeros((1, 3, 1), np.uint8))
-    asked.prompt_token_ids = [1, 2]
-    assert completions(asked, FROM_1)[0].routed_experts is not None
+def test_routed_experts_that_cannot_be_right_fail_the_request(experts, error, says):
+    with pytest.raises(error, match=says):
+        routed(experts)
 
 
 def test_an_engine_that_notes_experts_leaves_out_the_prompts_where_nobody_asked():
@@ -129,11 +109,7 @@ def test_candidates_of_a_prompt_are_those_with_a_finite_logprob():
     first, second = completions(asked, Sampling(n=2, prompt_logprobs=1))
     rows = [None, (Candidate(7, -2.5, 3), Candidate(4, -0.25, 1)), (Candidate(9, -0.5, 1),)]
     assert list(first.prompt_logprobs) == list(second.prompt_logprobs) == rows
-
-
-def test_a_prompt_of_one_token_has_no_candidates():
-    asked = output("length")
-    asked.prompt_logprobs = FlatLogprobs()
-    asked.prompt_logprobs.append(None)
-    [made] = completions(asked, Sampling(prompt_logprobs=1))
-    assert list(made.prompt_logprobs) == [None]
+    alone = output("length")
+    alone.prompt_logprobs = FlatLogprobs()
+    alone.prompt_logprobs.append(None)
+    assert list(completions(alone, Sampling(prompt_logprobs=1))[0].prompt_logprobs) == [None]

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rollout_service.engine.core_watch import CoreWatch
+from rollout_service.engine.adapter import CoreWatch
 from tests.support.clock import Clock
 
 

@@ -8,20 +8,43 @@ from rollout_service.config import ServiceConfig
 from rollout_service.engine import environment
 from rollout_service.engine.environment import engine_environment
 
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
-def of(replicas: int, share: float) -> dict[str, str]:
+
+def of(replicas: int = 1, **engine: object) -> dict[str, str]:
     scaling = {"min_replicas": replicas, "max_replicas": replicas}
-    engine = {"gpu_memory_utilization": share}
     return engine_environment(ServiceConfig.model_validate({"scaling": scaling, "engine": engine}))
 
 
 def test_any_fleet_on_gpus_shares_one_compile_cache(monkeypatch):
     monkeypatch.setattr(environment, "is_vllm_for_cpu", lambda: False)
-    assert of(1, 0.85) == of(4, 0.6)
+    assert of(1, gpu_memory_utilization=0.85) == of(4, gpu_memory_utilization=0.6)
 
 
 def test_cpu_engines_that_share_a_machine_are_not_bound():
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in of(1, 0.85) and of(2, 0.85)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert BIND not in of(1) and of(2)[BIND] == "nobind"
+    assert of(2, env={BIND: "2-5"})[BIND] == "2-5"
+
+
+def test_variables_reach_the_engines_processes():
+    found = of(env={"NCCL_SOCKET_IFNAME": "eth0"})
+    assert found["NCCL_SOCKET_IFNAME"] == "eth0" and found["VLLM_NO_USAGE_STATS"] == "1"
+    assert (of(deterministic=True)["VLLM_BATCH_INVARIANT"], found["VLLM_BATCH_INVARIANT"]) == ("1", "0")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("VLLM_NO_USAGE_STATS", "the service sets it to '1'"),
+        ("CUDA_VISIBLE_DEVICES", "Ray sets it"),
+        ("RAY_ADDRESS", "Ray sets it"),
+        ("A B", "no name of an environment variable"),
+        ("VLLM_BATCH_INVARIANT", r"is not taken: set engine\.deterministic"),
+    ],
+)
+def test_a_variable_that_is_set_elsewhere_is_refused(name, why):
+    with pytest.raises(ValueError, match=f"engine.env.{name}.*{why}"):
+        of(env={name: "0"})
 
 
 @pytest.mark.parametrize(

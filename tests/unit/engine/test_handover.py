@@ -56,34 +56,24 @@ class Replica:
         await asyncio.sleep(0)
 
 
-async def test_what_runs_ends_by_itself_while_others_serve():
-    replica = Replica(others=True)
+@pytest.mark.parametrize(
+    ("others", "finished_at", "lost_at", "aborted_at"),
+    [
+        (True, 12.0, None, []),  # what runs ends by itself while others serve
+        (True, None, None, [WORK_S]),  # what still runs when the time is up goes on elsewhere
+        (False, None, None, [0]),
+        (True, None, 5.0, [5.0]),
+    ],
+)
+async def test_what_runs_ends_while_others_serve_and_is_given_back_else(others, finished_at, lost_at, aborted_at):
+    replica = Replica(others=others)
     replica.take(3)
-    replica.at[12.0] = replica.finish
+    if finished_at is not None:
+        replica.at[finished_at] = replica.finish
+    if lost_at is not None:
+        replica.at[lost_at] = lambda: setattr(replica, "others", False)
     await replica.drained()
-    assert replica.aborted_at == [] and 12 <= replica.now < 13
-
-
-async def test_what_still_runs_when_the_time_is_up_goes_on_elsewhere():
-    replica = Replica(others=True)
-    replica.take(3)
-    await replica.drained()
-    assert replica.aborted_at == [WORK_S]
-
-
-async def test_without_another_replica_what_runs_is_given_back_at_once():
-    replica = Replica(others=False)
-    replica.take(3)
-    await replica.drained()
-    assert replica.aborted_at == [0]
-
-
-async def test_losing_the_last_other_replica_gives_back_what_runs():
-    replica = Replica(others=True)
-    replica.take(3)
-    replica.at[5.0] = lambda: setattr(replica, "others", False)
-    await replica.drained()
-    assert replica.aborted_at == [5.0]
+    assert replica.aborted_at == aborted_at and (finished_at is None or 12 <= replica.now < 13)
 
 
 async def test_a_call_just_entering_the_engine_is_given_back_too():

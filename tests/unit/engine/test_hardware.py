@@ -71,22 +71,17 @@ def test_a_gpu_that_lacks_something_is_told_apart(capability, sections, why, adv
         require_fit(config(**sections), capability, Attention())
 
 
-@pytest.mark.parametrize("size", [100, 1024])
-def test_heads_that_flash_attention_does_not_take_need_triton(size):
-    unfit = why_unfit(config(), (9, 0), Attention(head_size=size))
-    assert unfit is not None and f"the model's have {size}" in unfit[0] and "TRITON_ATTN" in unfit[1]
-    assert why_unfit(config(**BY_TRITON), (9, 0), Attention(head_size=size)) is None
-
-
-def test_the_kernel_of_latent_attention_is_vllms_choice():
-    assert why_unfit(config(), (12, 0), Attention(head_size=100, latent=True)) is None
-
-
-def test_flash_attention_4_needs_what_compiles_it():
+def test_heads_and_compilers_that_flash_attention_lacks_need_triton_but_not_latent_attention():
+    for capability, attention, flash_attention_4, why in [
+        ((9, 0), Attention(head_size=100), None, "the model's have 100"),
+        ((9, 0), Attention(head_size=1024), None, "the model's have 1024"),
+        ((10, 0), Attention(), False, FLASH_ATTENTION_4),
+    ]:
+        unfit = why_unfit(config(), capability, attention, flash_attention_4=flash_attention_4)
+        assert unfit is not None and why in unfit[0] and "TRITON_ATTN" in unfit[1]
+        assert why_unfit(config(**BY_TRITON), capability, attention, flash_attention_4=flash_attention_4) is None
     assert why_unfit(config(), (9, 0), flash_attention_4=False) is None
-    unfit = why_unfit(config(), (10, 0), flash_attention_4=False)
-    assert unfit is not None and FLASH_ATTENTION_4 in unfit[0] and "TRITON_ATTN" in unfit[1]
-    assert why_unfit(config(**BY_TRITON), (10, 0), flash_attention_4=False) is None
+    assert why_unfit(config(), (12, 0), Attention(head_size=100, latent=True)) is None
 
 
 @pytest.mark.parametrize(

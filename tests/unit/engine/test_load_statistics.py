@@ -1,12 +1,6 @@
 """What a replica tells the autoscaler, also when the engine has said nothing for a while."""
 
 import pytest
-
-from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
-from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
-
-pytest.importorskip("vllm")
-
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
@@ -18,7 +12,9 @@ from rollout_service.engine.load_statistics import (
     autoscaling_stats,
     watch_kv_reads,
 )
+from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
 from rollout_service.metrics import process, table
+from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
 from tests.unit.metrics.counts import Counts
 
 STEP = SchedulerStats(num_running_reqs=5, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.25)
@@ -35,8 +31,24 @@ def status(**changes: object) -> ReplicaStatus:
     return ReplicaStatus.model_validate({"replica_id": "a", "version": 7, "state": "ready", "running": 8, **changes})
 
 
-def test_the_numbers_of_the_last_step_are_told(log):
-    assert autoscaling_stats(status(), log) == {RUNNING: 5, WAITING: 3, KV_USAGE: 0.25, VERSION: 7, SERVING: 1}
+def load(running: int, waiting: int, deferred: int, usage: float) -> EngineLoad:
+    return EngineLoad(running=running, waiting=waiting, deferred=deferred, kv_cache_usage=usage, kv_cache_tokens=512)
+
+
+def test_the_load_is_that_of_the_last_step_while_that_is_new_and_something_runs(log, monkeypatch):
+    log.record(None, None)  # a step without numbers leaves those of the one before
+    assert log.load(8, 512) == load(5, 2, 1, 0.25)
+    assert log.load(0, 512) == load(0, 0, 0, 0.0)
+    monkeypatch.setattr(load_statistics, "FRESH_S", -1.0)
+    assert log.load(40, 512) == load(0, 0, 40, 0.25)  # of a paused engine
+    assert SchedulerLog().load(40, 512).deferred == 40
+
+
+def test_the_autoscaler_hears_of_the_load_and_of_what_waits_in_the_gateways():
+    stats = autoscaling_stats(status(), load(5, 2, 1, 0.25), queued=57)
+    assert stats == {RUNNING: 5, WAITING: 3 + 57, KV_USAGE: 0.25, VERSION: 7, SERVING: 1}
+    starting = autoscaling_stats(status(version=None, state="starting"), load(0, 0, 0, 0.0))
+    assert all(isinstance(value, float) for value in starting.values())  # Serve stops asking otherwise
 
 
 def step_with(preempted: int = 0, *finished: FinishedRequestStats) -> IterationStats:
@@ -73,13 +85,13 @@ def test_decode_step_is_that_of_undisturbed_requests(log):
     assert log.decode_step_s < 0.007
 
 
-def test_what_waits_in_the_gateways_is_told_while_they_say_so(log):
+def test_reports_of_gateways_count_while_they_are_new():
     now = 0.0
     queues = GatewayQueues(lambda: now)
     queues.note("a", 100)
     queues.note("b", 7)
     queues.note("a", 50)
-    assert autoscaling_stats(status(), log, queues.sequences())[WAITING] == 3 + 57
+    assert queues.sequences() == 57
     now = QUEUE_FRESH_S
     queues.note("b", 0)
     assert queues.sequences() == 50
@@ -87,49 +99,13 @@ def test_what_waits_in_the_gateways_is_told_while_they_say_so(log):
     assert queues.sequences() == 0
 
 
-def test_a_step_without_numbers_leaves_those_of_the_one_before(log):
-    log.record(None, None)
-    assert log.load(admitted=8)[RUNNING] == 5
-
-
-def test_nothing_is_held_after_the_last_answer_despite_old_stats(log):
-    assert log.load(admitted=0) == {RUNNING: 0, WAITING: 0, KV_USAGE: 0}
-
-
-def test_what_was_admitted_counts_when_the_last_step_is_old(log, monkeypatch):
-    monkeypatch.setattr(load_statistics, "FRESH_S", -1.0)
-    assert log.load(admitted=40) == {RUNNING: 0, WAITING: 40, KV_USAGE: 0.25}
-
-
-def test_what_was_admitted_counts_before_the_first_step():
-    assert SchedulerLog().load(admitted=40)[WAITING] == 40
-
-
 @pytest.mark.parametrize(
     "change",
     [{"state": "syncing", "target": 8}, {"state": "stale"}, {"paused": True}, {"error": "half loaded"}],
     ids=lambda change: next(iter(change)),
 )
-def test_a_replica_that_is_not_ready_is_not_serving(log, change):
-    assert autoscaling_stats(status(**change), log)[SERVING] == 0
-
-
-def test_serve_takes_every_value_for_a_number(log):
-    values = autoscaling_stats(status(version=None, state="starting"), log).values()
-    assert all(isinstance(value, (int, float)) for value in values)
-
-
-def test_reports_tell_capacity_from_other_reasons_to_wait(log):
-    load = EngineLoad(running=5, waiting=2, deferred=1, kv_cache_usage=0.25, kv_cache_tokens=512)
-    assert log.engine_load(admitted=8, kv_cache_tokens=512) == load
-    idle = EngineLoad(running=0, waiting=0, deferred=0, kv_cache_usage=0.0, kv_cache_tokens=512)
-    assert log.engine_load(admitted=0, kv_cache_tokens=512) == idle
-
-
-def test_what_a_paused_engine_holds_is_reported_as_deferred(log, monkeypatch):
-    monkeypatch.setattr(load_statistics, "FRESH_S", -1.0)
-    held = EngineLoad(running=0, waiting=0, deferred=8, kv_cache_usage=0.25, kv_cache_tokens=512)
-    assert log.engine_load(admitted=8, kv_cache_tokens=512) == held
+def test_a_replica_that_is_not_ready_is_not_serving(change):
+    assert autoscaling_stats(status(**change), load(0, 0, 0, 0.0))[SERVING] == 0
 
 
 async def test_what_attention_reads_counts_from_the_first_answer_on(monkeypatch):
@@ -138,20 +114,17 @@ async def test_what_attention_reads_counts_from_the_first_answer_on(monkeypatch)
 
     answers = [(0, 0), (1000, 0), (1500, 300), (1500, 300), (4000, 2300)]  # what vLLM's own runs read comes first
 
-    class Engine:
-        """Dead at the end."""
-
-        async def kv_reads(self) -> tuple[int, int]:
-            if not answers:
-                raise EngineDeadError
-            return answers.pop(0)
+    async def kv_reads() -> tuple[int, int]:
+        if not answers:
+            raise EngineDeadError
+        return answers.pop(0)
 
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    await watch_kv_reads(Engine(), sleep)
+    await watch_kv_reads(kv_reads, sleep)
     assert counts.total(table.DECODE_KV_TOKENS) == 3000
     assert counts.total(table.DECODE_KV_TOKENS_SPARED) == 2300
     assert slept == [load_statistics.KV_READS_PERIOD_S] * 5

@@ -28,16 +28,10 @@ async def drains(engine: FakeEngine) -> None:
 
 
 class TestWaitingPause:
-    async def test_a_waiting_pause_is_obeyed_when_the_last_rollout_ends(self, weight_sync, running, ingest):
-        await pause(ingest, "wait", "first")
-        await drains(running)
-        assert (weight_sync.status().paused, weight_sync.status().obeyed) == (False, "")
-        running.draining.open()
-        assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
-
     async def test_a_resume_cancels_a_waiting_pause_and_is_then_obeyed(self, weight_sync, running, ingest):
         await pause(ingest, "wait", "first")
         await drains(running)
+        assert (weight_sync.status().paused, weight_sync.status().obeyed) == (False, "")
         await ingest.change(paused=False, order="second")
         assert not (await ingest.reported(lambda s: s.obeyed == "second")).paused
         assert running.calls == ["pause wait", "resume"]
@@ -62,12 +56,6 @@ class TestWaitingPause:
         running.draining.open()
         assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
 
-    async def test_the_same_mode_again_is_obeyed_without_an_engine_call(self, weight_sync, engine, ingest):
-        for order in ("first", "second"):
-            await pause(ingest, "keep", order)
-            await ingest.reported(lambda s, order=order: s.obeyed == order)
-        assert engine.calls == ["pause keep"]
-
     @pytest.mark.parametrize("mode", ["keep", "wait"])
     async def test_pause_drops_the_cache_only_if_asked(self, weight_sync, engine, ingest, mode):
         for order, clear_cache in {"keeps": False, "again": False, "drops": True, "after": False}.items():
@@ -85,14 +73,15 @@ class TestWaitingPause:
         await serving(weight_sync, ingest, 1)
         assert running.calls[:3] == ["pause wait and keep the cache", "pause wait", "load 1"]
 
-    async def test_an_engine_death_during_a_waiting_pause_ends_following(
-        self, weight_sync, running, ingest, monkeypatch
+    @pytest.mark.parametrize("asleep", [False, True])
+    async def test_an_engine_that_fails_to_pause_or_sleep_ends_following(
+        self, weight_sync, running, ingest, monkeypatch, asleep
     ):
-        async def dies(mode: str, clear_cache: bool) -> None:
+        async def dies(*_: object) -> None:
             raise EngineFailed("the engine died")
 
-        monkeypatch.setattr(running, "pause", dies)
-        await pause(ingest, "wait", "first")
+        monkeypatch.setattr(running, "sleep" if asleep else "pause", dies)
+        await ingest.change(paused=True, pause_mode="abort" if asleep else "wait", asleep=asleep, order="first")
         await asyncio.wait([weight_sync._tasks[1]], timeout=LONG_S)
         with pytest.raises(EngineFailed, match="stopped following the log: the engine died"):
             weight_sync.check_health()
@@ -110,7 +99,7 @@ class TestAborts:
         }.items():
             await ingest.change(order=order, **change)
             await ingest.reported(lambda s, order=order: s.obeyed == order)
-            counts.append(weight_sync.returns)
+            counts.append(weight_sync.pausing.returns)
         assert counts == [0, 0, 1, 1, 1]
 
     async def test_an_abort_returns_what_runs_and_pauses_nothing(self, weight_sync, engine, ingest):
@@ -119,14 +108,7 @@ class TestAborts:
         await ingest.change(abort=0)  # it has ended
         await ingest.change(label="again")
         await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.label == "again")
-        assert (engine.calls, weight_sync.returns) == (["abort"], 1)
-
-    async def test_an_abort_during_a_pause_leaves_it_one(self, weight_sync, engine, ingest):
-        await pause(ingest, "keep", "first")
-        await ingest.reported(lambda s: s.obeyed == "first")
-        await ingest.change(abort=7)
-        assert (await ingest.reported(lambda s: s.aborted == 7)).paused
-        assert engine.calls == ["pause keep", "abort"]
+        assert (engine.calls, weight_sync.pausing.returns) == (["abort"], 1)
 
 
 async def test_pauses_and_aborts_are_obeyed_while_a_version_is_read(weight_sync, log, engine, ingest):
@@ -139,10 +121,12 @@ async def test_pauses_and_aborts_are_obeyed_while_a_version_is_read(weight_sync,
     await ingest.reported(lambda s: s.aborted == 7)
     await pause(ingest, "abort", "first")
     await ingest.reported(lambda s: s.obeyed == "first")
-    assert engine.calls == ["abort", "pause abort"] and weight_sync.version == 0
+    await ingest.change(abort=8)  # which leaves it paused
+    assert (await ingest.reported(lambda s: s.aborted == 8)).paused
+    assert engine.calls == ["abort", "pause abort", "abort"] and weight_sync.version == 0
     engine.reading.open()
     await ingest.reported(lambda s: s.version == 1 and s.paused)
-    assert engine.calls == ["abort", "pause abort", "pause keep", "load 1"]
+    assert engine.calls == ["abort", "pause abort", "abort", "pause keep", "load 1"]
 
 
 class TestVersionDuringAPause:
@@ -170,23 +154,23 @@ class TestVersionDuringAPause:
         assert running.calls[:3] == ["pause wait", "pause abort", "load 1"] and "resume" not in running.calls
 
 
-async def commit_that_waits(log: WeightLog, engine: FakeEngine, ingest: FakeIngest, version: int) -> None:
-    commit(log, version, mode="wait")
-    await ingest.change(version=version)
+async def commit_that_waits(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> None:
+    commit(log, 1, mode="wait")
+    await ingest.change(version=1)
     await drains(engine)
 
 
 class TestWaitingVersion:
     @pytest.mark.parametrize("mode", ["keep", "abort"])
     async def test_a_newer_version_takes_over_from_one_that_waits(self, weight_sync, log, running, ingest, mode):
-        await commit_that_waits(log, running, ingest, 1)
+        await commit_that_waits(log, running, ingest)
         commit(log, 2, mode=mode)
         await ingest.change(version=2)
         await serving(weight_sync, ingest, 2)
         assert running.calls == ["pause wait", f"pause {mode}", "load 2", "resume"]
 
     async def test_between_two_waiting_versions_no_new_rollout_begins(self, weight_sync, log, running, ingest):
-        await commit_that_waits(log, running, ingest, 1)
+        await commit_that_waits(log, running, ingest)
         commit(log, 2, mode="wait")
         await ingest.change(version=2)
         await ingest.reported(lambda s: s.target == 2)
@@ -195,7 +179,7 @@ class TestWaitingVersion:
         assert running.calls[-2:] == ["load 2", "resume"] and running.calls.count("resume") == 1
 
     async def test_a_corrupt_newer_version_lets_the_paused_engine_resume(self, weight_sync, log, running, ingest):
-        await commit_that_waits(log, running, ingest, 1)
+        await commit_that_waits(log, running, ingest)
         commit(log, 2, mode="keep")
         flip_a_byte(log, 2, FIRST)
         await ingest.change(version=2)
@@ -204,7 +188,7 @@ class TestWaitingVersion:
 
     @pytest.mark.parametrize("mode", ["keep", "abort"])
     async def test_a_pause_with_another_mode_overrides_a_waiting_version(self, weight_sync, log, running, ingest, mode):
-        await commit_that_waits(log, running, ingest, 1)
+        await commit_that_waits(log, running, ingest)
         running.loading.close()
         await pause(ingest, mode, "first")
         assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
@@ -218,7 +202,7 @@ class TestWaitingVersion:
     async def test_a_resume_is_obeyed_only_after_a_waiting_version_loads(self, weight_sync, log, running, ingest):
         await pause(ingest, "keep", "first")
         await ingest.reported(lambda s: s.paused)
-        await commit_that_waits(log, running, ingest, 1)
+        await commit_that_waits(log, running, ingest)
         await ingest.change(paused=False, order="second")
         await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.order == "second")
         assert weight_sync.status().obeyed == "first" and "resume" not in running.calls
@@ -228,7 +212,7 @@ class TestWaitingVersion:
 
     async def test_a_waiting_version_is_given_up_when_the_log_is_set_back(self, weight_sync, log, running, ingest):
         before = (log.root / "LATEST").read_bytes()
-        await commit_that_waits(log, running, ingest, 1)
+        await commit_that_waits(log, running, ingest)
         (log.root / "LATEST").write_bytes(before)
         await pause(ingest, "keep", "first")
         await ingest.reported(lambda s: s.obeyed == "first")

@@ -66,51 +66,36 @@ def shown(pieces: Sequence[Piece]) -> list[tuple[int, int, int, tuple[int, ...]]
     return [(p.call, p.made.index, p.start, p.made.token_ids) for p in pieces]
 
 
-async def test_each_answer_has_the_tokens_since_the_one_before(engine, progress):
+async def test_every_token_and_end_is_told_once_also_when_an_answer_is_lost(engine, progress):
     with progress.follow(call(1, n=2)) as name:
         engine.made[name] = [2, 1]
         first = await progress.report(ask())
         assert shown(first.pieces) == [(1, 0, 0, (0, 1)), (1, 1, 0, (0,))]
         engine.made[name] = [2, 3]
-        second = await progress.report(ask(first.number))
-        assert shown(second.pieces) == [(1, 1, 1, (1, 2))]
-
-
-async def test_a_lost_answer_is_given_again_with_newer_tokens(engine, progress):
-    with progress.follow(call(1)) as name:
-        engine.made[name] = [2]
-        first = await progress.report(ask())
-        engine.made[name] = [3]
         lost = await progress.report(ask(first.number))
-        assert shown(lost.pieces) == [(1, 0, 2, (2,))]
-        engine.made[name] = [5]
-        assert shown((await progress.report(ask(first.number))).pieces) == [(1, 0, 2, (2, 3, 4))]
-
-
-async def test_an_end_is_told_once_also_without_a_token(engine, progress):
-    with progress.follow(call(1, n=2)) as name:
-        engine.made[name] = [2, 1]
-        first = await progress.report(ask())
-        engine.ended.add((name, 0))
+        assert shown(lost.pieces) == [(1, 1, 1, (1, 2))]
+        engine.made[name] = [2, 4]
         second = await progress.report(ask(first.number))
-        assert [(p.made.index, p.made.finish_reason, p.made.token_ids) for p in second.pieces] == [(0, "stop", ())]
-        engine.made[name] = [2, 2]
-        assert shown((await progress.report(ask(second.number))).pieces) == [(1, 1, 1, (1,))]
+        assert shown(second.pieces) == [(1, 1, 1, (1, 2, 3))]
+        engine.ended.add((name, 0))
+        third = await progress.report(ask(second.number))
+        assert [(p.made.index, p.made.finish_reason, p.made.token_ids) for p in third.pieces] == [(0, "stop", ())]
+        engine.made[name] = [2, 5]
+        assert shown((await progress.report(ask(third.number))).pieces) == [(1, 1, 4, (4,))]
 
 
-async def test_gateways_hear_of_their_own_calls_only(engine, progress):
-    with progress.follow(call(1, "g")) as one, progress.follow(call(1, "h", name="s")) as other:
-        engine.made = {one: [1], other: [2]}
-        assert shown((await progress.report(ask(origin="h"))).pieces) == [(1, 0, 0, (0, 1))]
-        assert shown((await progress.report(ask(origin="g"))).pieces) == [(1, 0, 0, (0,))]
+async def test_gateways_hear_of_their_own_calls_which_have_names_of_their_own_in_the_engine(engine, progress):
+    with (
+        progress.follow(call(1)) as first,
+        progress.follow(call(2)) as second,
+        progress.follow(call(0)) as third,
+        progress.follow(call(1, "h", name="s")) as other,
+    ):
+        assert first == "r" and len({first, second, third, other}) == 4
+        engine.made = {first: [1], second: [2], third: [3], other: [4]}
+        assert shown((await progress.report(ask(origin="h"))).pieces) == [(1, 0, 0, (0, 1, 2, 3))]
+        assert shown((await progress.report(ask(origin="g"))).pieces) == [(1, 0, 0, (0,)), (2, 0, 0, (0, 1))]
     assert (await progress.report(ask())).pieces == ()
-
-
-async def test_calls_of_one_name_have_their_own_in_the_engine(engine, progress):
-    with progress.follow(call(1)) as first, progress.follow(call(2)) as second, progress.follow(call(0)) as third:
-        assert first == "r" and len({first, second, third}) == 3
-        engine.made = {first: [1], second: [2], third: [3]}
-        assert shown((await progress.report(ask())).pieces) == [(1, 0, 0, (0,)), (2, 0, 0, (0, 1))]
     with progress.follow(call(3)) as again:
         assert again == "r"
 

@@ -188,15 +188,7 @@ async def test_copies_that_another_replica_removes_are_no_error(tmp_path, monkey
     assert store.folder(adapter).is_dir()  # the other replica removes it
 
 
-async def test_an_adapter_of_another_base_is_not_used(tmp_path):
-    replica = Replica(tmp_path)
-    replica.commit("a", 1, base="another")
-    await replica.settle()
-    with pytest.raises(TooEarly):
-        replica.newest("a")
-
-
-async def test_a_sleeping_replica_loads_nothing_and_takes_requests(tmp_path):
+async def test_a_sleeping_replica_loads_nothing_and_takes_requests_and_an_awake_one_its_own_base(tmp_path):
     replica = Replica(tmp_path)
     replica.commit("a", 1)
     await replica.settle()
@@ -204,20 +196,14 @@ async def test_a_sleeping_replica_loads_nothing_and_takes_requests(tmp_path):
     replica.commit("a", 2)
     await replica.settle()
     assert replica.engine.held == ["a@1"] and replica.newest("a") == "a@1"
+    waiting = asyncio.create_task(replica.adapters.wait_for(WantedAdapter(name="a", min_version=2), 30))
+    assert not await replica.adapters.wait_for(WantedAdapter(name="a", min_version=2), 0)
     replica.served = BASE
     await replica.settle()
-    assert replica.newest("a") == "a@2"
-
-
-async def test_a_request_waits_for_its_version(tmp_path):
-    replica = Replica(tmp_path)
-    replica.commit("a", 1)
-    await replica.settle()
-    assert not await replica.adapters.wait_for(WantedAdapter(name="a", min_version=2), 0)
-    waiting = asyncio.create_task(replica.adapters.wait_for(WantedAdapter(name="a", min_version=2), 30))
-    replica.commit("a", 2)
-    await replica.settle()
-    assert await waiting
+    assert await waiting and replica.newest("a") == "a@2"
+    replica.served = "another"
+    with pytest.raises(TooEarly):
+        replica.newest("a")
 
 
 async def test_a_node_without_the_log_fetches_copies_and_drops_them(tmp_path):

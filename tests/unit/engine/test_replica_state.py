@@ -1,46 +1,46 @@
-"""A replica's life: what may follow what, and what it says meanwhile."""
+"""What a replica serves while a version is loaded, and the labels of what it has served."""
 
-import pytest
-
-from rollout_service.engine.replica_state import NEXT, ReplicaLife
+from rollout_service.engine import replica_state
+from rollout_service.engine.replica_state import ReplicaLife, ServedLabels
 from rollout_service.protocol.fleet import UpdateTimings
+from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.weight_log import Head
 
-FIRST, SECOND = Head(version=1, digest="a"), Head(version=2, digest="b")
-TIMINGS = UpdateTimings(stage_s=1.0, closed_s=0.5, load_s=0.25)
+SPLIT = Completion(
+    index=0,
+    token_ids=(1, 2, 3),
+    logprobs=(-0.1, -0.2, -0.3),
+    finish_reason="stop",
+    spans=(Span(version=3, start=0, end=1), Span(version=5, start=1, end=3)),
+)
 
 
-@pytest.fixture
-def life() -> ReplicaLife:
-    """Of a replica that serves version 1."""
-    life = ReplicaLife()
+def test_a_closed_engine_serves_nothing_and_is_not_called_stale():
+    life, first = ReplicaLife(), Head(version=1, digest="a")
     life.syncs(1)
-    life.updated(FIRST, TIMINGS)
-    return life
-
-
-def test_it_serves_nothing_while_a_version_is_loaded(life):
+    life.updated(first, UpdateTimings(stage_s=1.0, closed_s=0.5, load_s=0.25))
     life.syncs(2)
-    life.loads()
-    assert not life.serves(FIRST) and life.closed
-    life.loaded()
-    assert life.serves(FIRST)
-
-
-def test_a_closed_engine_is_not_called_stale(life):
-    life.syncs(2)
-    life.loads()
+    assert life.serves(first) and not life.serves(Head(version=1, digest="b"))
+    life.closed = True
     life.stays("torn")
-    assert life.state == "syncing" and life.closed
+    assert life.state == "syncing" and not life.serves(first)
 
 
-def test_what_may_not_follow_is_a_mistake_of_ours():
-    with pytest.raises(AssertionError, match="starting does not become ready"):
-        ReplicaLife().ready()
+def test_each_span_has_the_label_of_its_own_version_while_that_is_remembered(monkeypatch):
+    labels = ServedLabels()
 
+    def found() -> list[str | None]:
+        [one, other] = labels.on((SPLIT, SPLIT))
+        assert one == other
+        return [span.label for span in one.spans]
 
-def test_every_state_can_reach_ready():
-    reached = {"ready"}
-    while more := {state for state, after in NEXT.items() if after & reached} - reached:
-        reached |= more
-    assert reached == set(NEXT)
+    assert labels.on((SPLIT,)) == (SPLIT,)
+    labels.serve(Head(version=3, digest="a", label="run/step-3"))
+    assert found() == ["run/step-3", None]
+    labels.serve(Head(version=5, digest="b", label="run/step-5"))
+    assert found() == ["run/step-3", "run/step-5"]
+    monkeypatch.setattr(replica_state, "MAX_VERSIONS", 1)
+    labels.serve(Head(version=5, digest="c", label="run/step-5 again"))
+    assert found() == [None, "run/step-5 again"]
+    labels.serve(Head(version=5, digest="d"))  # the number means other weights now
+    assert found() == [None, None]

@@ -130,11 +130,8 @@ def test_every_accepted_completion_request_has_sampling_params(fields, stop):
     assert request.sampling().n == request.n
 
 
-def test_stop_tokens_leave_room_for_the_models_own_on_the_gpu():
+def test_stop_tokens_leave_room_for_the_models_own_and_what_vllm_refuses_is_an_invalid_request():
     taken = vllm_sampling(Sampling(min_tokens=1, stop_token_ids=tuple(range(64))))
     assert len(taken.all_stop_token_ids) + 16 <= MAX_NUM_STOP_TOKEN_IDS
-
-
-def test_what_vllm_refuses_nevertheless_is_an_invalid_request():
     with pytest.raises(InvalidRequest, match="min_tokens must be less than or equal to max_tokens=2"):
         vllm_sampling(Sampling(min_tokens=3, max_tokens=2))

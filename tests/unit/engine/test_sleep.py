@@ -4,9 +4,6 @@ import asyncio
 
 import pytest
 
-from rollout_service.config import WeightsConfig
-from rollout_service.engine.weight_sync import WeightSync
-from rollout_service.errors import EngineFailed
 from rollout_service.protocol.fleet import ReplicaStatus
 from rollout_service.protocol.weight_log import Control
 from tests.unit.engine.fakes import LONG_S, FakeIngest, push, serving
@@ -22,14 +19,12 @@ async def wake(ingest: FakeIngest, order: str = "wake") -> None:
     await ingest.change(paused=False, pause_mode="keep", asleep=False, order=order)
 
 
-async def test_an_engine_that_sleeps_serves_nothing(weight_sync, engine, ingest):
+async def test_an_engine_that_sleeps_serves_nothing_until_it_wakes_with_the_version_of_before(
+    weight_sync, engine, ingest
+):
     status = await sleep(ingest)
     assert (status.state, status.version, status.digest, status.paused) == ("asleep", None, None, True)
     assert engine.calls == ["pause abort", "sleep"]
-
-
-async def test_waking_loads_the_version_that_was_served_before(weight_sync, engine, ingest):
-    await sleep(ingest)
     await wake(ingest)
     status = await ingest.reported(lambda s: s.obeyed == "wake")
     assert (status.state, status.version, status.paused) == ("ready", 0, False)
@@ -61,19 +56,7 @@ async def test_a_resume_waits_until_the_woken_engine_has_weights(weight_sync, en
     await ingest.reported(lambda s: s.obeyed == "wake")
 
 
-async def test_an_engine_told_to_sleep_again_before_it_woke_does(weight_sync, log, engine, ingest):
-    await sleep(ingest)
-    commit(log, 1)
-    flip_a_byte(log, 1, FIRST)
-    await ingest.change(version=1)
-    await wake(ingest)
-    await ingest.reported(lambda s: s.error is not None)
-    status = await sleep(ingest, "again")
-    assert (status.state, status.error, status.target) == ("asleep", None, None)
-    assert engine.calls == ["pause abort", "sleep", "wake up", "pause abort", "sleep"]
-
-
-async def test_an_engine_woken_to_a_corrupt_version_stays_closed(weight_sync, log, engine, ingest):
+async def test_an_engine_woken_to_a_corrupt_version_stays_closed_and_may_sleep_again(weight_sync, log, engine, ingest):
     await sleep(ingest)
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
@@ -81,6 +64,10 @@ async def test_an_engine_woken_to_a_corrupt_version_stays_closed(weight_sync, lo
     await wake(ingest)
     status = await ingest.reported(lambda s: s.error is not None)
     assert status.version is None and status.obeyed == "sleep" and "resume" not in engine.calls
+    status = await sleep(ingest, "again")
+    assert (status.state, status.error, status.target) == ("asleep", None, None)
+    assert engine.calls == ["pause abort", "sleep", "wake up", "pause abort", "sleep"]
+    await wake(ingest, "again awake")
     await push(log, ingest, 2)
     await serving(weight_sync, ingest, 2)
     assert engine.calls[-2:] == ["load 2", "resume"]
@@ -98,16 +85,6 @@ async def test_an_engine_whose_memory_is_taken_sleeps_until_it_is_free(weight_sy
     assert (status.state, status.error) == ("ready", None)
 
 
-async def test_sleeping_waits_for_running_rollouts_if_asked_to(weight_sync, engine, ingest):
-    engine.draining.close()
-    await ingest.change(paused=True, pause_mode="wait", asleep=True, order="sleep")
-    await asyncio.wait_for(engine.draining.reached.wait(), LONG_S)
-    assert engine.calls == ["pause wait"]
-    engine.draining.open()
-    await ingest.reported(lambda s: s.obeyed == "sleep")
-    assert engine.calls == ["pause wait", "sleep"]
-
-
 async def test_sleep_takes_over_from_a_version_that_waits(weight_sync, log, engine, ingest):
     engine.draining.close()
     commit(log, 1, mode="wait")
@@ -120,38 +97,33 @@ async def test_sleep_takes_over_from_a_version_that_waits(weight_sync, log, engi
     await serving(weight_sync, ingest, 1)
 
 
-async def test_a_paused_engine_sleeps_and_a_wake_up_resumes_it(weight_sync, engine, ingest):
-    await ingest.change(paused=True, pause_mode="keep", order="pause")
-    await ingest.reported(lambda s: s.obeyed == "pause")
-    await sleep(ingest, mode="keep")
+@pytest.mark.parametrize("paused", [False, True])
+async def test_sleep_waits_for_running_rollouts_if_asked_to_unless_paused(weight_sync, engine, ingest, paused):
+    engine.draining.close()
+    if paused:
+        await ingest.change(paused=True, pause_mode="keep", order="pause")
+        await ingest.reported(lambda s: s.obeyed == "pause")
+    await ingest.change(paused=True, pause_mode="keep" if paused else "wait", asleep=True, order="sleep")
+    if not paused:
+        await asyncio.wait_for(engine.draining.reached.wait(), LONG_S)
+        assert engine.calls == ["pause wait"]
+        engine.draining.open()
+    await ingest.reported(lambda s: s.obeyed == "sleep")
+    assert engine.calls == ["pause keep" if paused else "pause wait", "sleep"]
     await wake(ingest)
     await ingest.reported(lambda s: s.obeyed == "wake")
-    assert engine.calls == ["pause keep", "sleep", "wake up", "pause keep", "load 0", "resume"]
+    assert engine.calls[2:] == ["wake up", "pause keep", "load 0", "resume"]
 
 
-async def test_an_engine_that_starts_while_the_others_sleep_joins_them(log, engine, ingest):
+async def test_an_engine_that_starts_while_the_others_sleep_joins_them(follower, log, engine, ingest):
     control = Control(paused=True, mode="abort", asleep=("weights", "kv_cache"), order="sleep")
     log.set_control(control)
     await ingest.change(paused=True, pause_mode="abort", asleep=True, order="sleep")
-    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
+    weight_sync = follower()
     await weight_sync.start()
-    try:
-        assert weight_sync.status().obeyed == ""
-        assert (await ingest.reported(lambda s: s.obeyed == "sleep")).state == "asleep"
-        assert engine.calls[-1] == "sleep" and "resume" not in engine.calls
-    finally:
-        weight_sync.stop()
-
-
-async def test_a_failure_to_give_memory_back_ends_following(weight_sync, engine, ingest, monkeypatch):
-    async def fails() -> None:
-        raise EngineFailed("giving memory back failed")
-
-    monkeypatch.setattr(engine, "sleep", fails)
-    await ingest.change(paused=True, pause_mode="abort", asleep=True, order="sleep")
-    await asyncio.wait([weight_sync._tasks[1]], timeout=LONG_S)
-    with pytest.raises(EngineFailed, match="stopped following the log: giving memory back failed"):
-        weight_sync.check_health()
+    assert weight_sync.status().obeyed == ""
+    assert (await ingest.reported(lambda s: s.obeyed == "sleep")).state == "asleep"
+    assert engine.calls[-1] == "sleep" and "resume" not in engine.calls
 
 
 async def test_sleep_ordered_while_a_version_is_read_pauses_at_once_and_comes_before_the_load(

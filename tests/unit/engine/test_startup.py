@@ -1,6 +1,10 @@
-"""A replica that starts is seen while its engine keeps the event loop busy."""
+"""A replica that starts is seen while its engine keeps the event loop busy, and waits for its GPU.
+
+A shell script stands in for nvidia-smi.
+"""
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +12,8 @@ import pytest
 from ray import serve
 from ray.exceptions import ActorDiedError
 
-from rollout_service.engine.child_errors import tell_errors
-from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
+from rollout_service.engine.processes import tell_errors
+from rollout_service.engine.startup import GpuTaken, StartupHeartbeat, says_why_it_fails, wait_for_free_gpus
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from tests.support.handles import FakeMethod
 
@@ -49,52 +53,30 @@ def test_it_reports_from_its_own_thread_until_the_block_ends(failures):
     assert sequences == sorted(set(sequences))
 
 
-def test_a_start_that_waits_for_a_gpu_says_so():
+def test_it_says_what_it_waits_for_and_what_the_follower_says_once_there_is_one():
     ingest = Ingest()
-    with StartupHeartbeat("r1", ingest, 0.001) as announcement:
-        announcement.waits_for("GPU 1: taken")
-        ingest.enough.clear()
-        ingest.reports.clear()
+    heartbeat = StartupHeartbeat("r1", ingest, 0.001)
+
+    def blocked() -> int:
+        return Fleet(latest_version=0, paused=False, replicas=(heartbeat.status(),)).blocked_starts
+
+    heartbeat.waits_for("GPU 1: taken")
+    assert heartbeat.status().error == "GPU 1: taken" and blocked() == 1
+    heartbeat.waits_for(None)
+    assert blocked() == 0
+    syncing = ReplicaStatus(replica_id="r1", sequence=7, version=None, state="syncing", target=4)
+    heartbeat.status = lambda: syncing
+    with heartbeat:
         assert ingest.enough.wait(LONG_S)
-        waiting = Fleet(latest_version=0, paused=False, replicas=(ingest.reports[-1],))
-        announcement.waits_for(None)
-    assert waiting.replicas[0].error == "GPU 1: taken" and waiting.blocked_starts == 1
-    assert Fleet(latest_version=0, paused=False, replicas=(announcement.status(),)).blocked_starts == 0
-
-
-def test_it_says_what_the_follower_says_once_there_is_one():
-    ingest = Ingest()
-    with StartupHeartbeat("r1", ingest, 0.001) as announcement:
-        announcement.status = lambda: ReplicaStatus(
-            replica_id="r1", sequence=7, version=None, state="syncing", target=4
-        )
-        ingest.enough.clear()
-        ingest.reports.clear()
-        assert ingest.enough.wait(LONG_S)
-    assert ingest.reports[-1].target == 4
-
-
-class LastWord(FakeMethod):
-    """Keeps the report of a replica that could not start; handle and method in one."""
-
-    def __init__(self, away: bool = False) -> None:
-        self._away = away
-        self.heard: list[ReplicaStatus] = []
-
-    @property
-    def report(self) -> "LastWord":
-        return self
-
-    async def remote(self, status: ReplicaStatus) -> None:
-        if self._away:
-            raise ActorDiedError()
-        self.heard.append(status)
+    assert ingest.reports[-1] == syncing
+    heartbeat.start_over()
+    assert heartbeat.status().state == "starting"
 
 
 class Replica:
     @says_why_it_fails
     async def __init__(  # Serve awaits it
-        self, config: str, ingest: LastWord, monitor: None, group: str | None
+        self, config: str, ingest: Ingest, monitor: None, group: str | None
     ) -> None:
         self.config = config
         if config == "bad":
@@ -110,20 +92,20 @@ def replica_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("away", [False, True], ids=["ingest there", "ingest away"])
 async def test_a_replica_that_cannot_start_reports_why_and_reraises(away, caplog):
-    ingest = LastWord(away)
+    ingest = Ingest(failures=int(away))
     with pytest.raises(ValueError, match="cannot be served"):
         await Replica.__init__(object.__new__(Replica), "bad", ingest, None)
     reason = "ValueError: cannot be served; caused by MemoryError: no memory"
     assert f"engine replica r1 could not start: {reason}" in caplog.text
-    said = [(s.replica_id, s.state, s.version, s.error) for s in ingest.heard]
-    assert said == ([] if away else [("r1", "failed", None, reason)])
+    said = [(s.replica_id, s.state, s.version, s.error) for s in ingest.reports]
+    assert said == [("r1", "failed", None, reason)]
     assert not tell_errors()
 
 
 async def test_a_replica_that_starts_reports_no_failure():
-    ingest, replica = LastWord(), object.__new__(Replica)
+    ingest, replica = Ingest(), object.__new__(Replica)
     await Replica.__init__(replica, "good", ingest, None)
-    assert replica.config == "good" and ingest.heard == []
+    assert replica.config == "good" and ingest.reports == []
 
 
 class SleepingFleet:
@@ -153,3 +135,72 @@ async def test_memory_is_taken_once_that_is_reported_and_nobody_sleeps(asked, he
     announcement = StartupHeartbeat("r1", Ingest(), 0.001)
     await announcement.take_memory(fleet)
     assert fleet.heard == heard and announcement.status().takes_memory
+
+
+FREE = "0, a GPU, 80000, 79000, 9.0, 580.1, GPU-a\n1, a GPU, 80000, 79000, 9.0, 580.1, GPU-b\n"
+TAKEN = FREE.replace("1, a GPU, 80000, 79000", "1, a GPU, 80000, 12000")
+
+
+class Machine:
+    """A host with two GPUs, on whose second one a trainer may be; and what the replica said and waited."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.told, self.naps = folder, list[str | None](), 0
+        self.others_serve, self.free_after = True, 3
+        (folder / "nvidia-smi").write_text(
+            f'#!/bin/sh\ncase "$1" in\n--query-gpu*) while read -r line; do echo "$line"; done < {folder}/gpus ;;\n'
+            '*) echo "GPU-b, 639, trainer, 67000" ;;\nesac\n'
+        )
+        (folder / "nvidia-smi").chmod(0o755)
+        self.lists(TAKEN)
+
+    def lists(self, gpus: str) -> None:
+        (self.folder / "gpus").write_text(gpus)
+
+    async def others(self) -> bool:
+        return self.others_serve
+
+    async def sleep(self, seconds: float) -> None:
+        self.naps += 1
+        if self.naps == self.free_after:
+            self.lists(FREE)
+
+    async def wait(self, *devices: str, share: float = 0.85) -> None:
+        await wait_for_free_gpus(devices, share, self.told.append, self.others, self.sleep)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return Machine(tmp_path)
+
+
+async def test_a_replica_waits_while_a_trainer_has_its_gpu(machine, caplog):
+    machine.free_after = 10  # longer than one alone would wait
+    with caplog.at_level("WARNING"):
+        await machine.wait("1")
+    reason = "GPU 1: 12.6 GB of 83.9 GB are free, and engine.gpu_memory_utilization: 0.85 asks for 71.3 GB"
+    assert machine.naps == 10 and machine.told[-1] is None
+    assert machine.told[:-1] == [f"{reason}; in use by process 639 (trainer)"] * 10
+    assert len(caplog.records) == 1
+
+
+async def test_a_replica_alone_fails_with_the_reason(machine):
+    machine.others_serve, machine.free_after = False, 1000
+    with pytest.raises(GpuTaken, match=r"GPU 1: 12\.6 GB .*process 639 \(trainer\): end that process, .*CUDA_VISIBLE"):
+        await machine.wait("0", "1")
+    machine.naps, machine.free_after = 0, 1  # memory of an engine that has just ended takes a moment
+    await machine.wait("GPU-b")
+    assert machine.naps == 1
+
+
+@pytest.mark.parametrize(("devices", "share"), [(("0",), 0.85), ((), 0.85), (("1",), 0.1), (("MIG-b",), 0.85)])
+async def test_a_free_gpu_is_not_waited_for(machine, devices, share):
+    await machine.wait(*devices, share=share)
+    assert machine.told == [None] and machine.naps == 0
+
+
+async def test_without_an_answer_vllm_decides(machine, caplog):
+    (machine.folder / "nvidia-smi").write_text("#!/bin/sh\necho no driver; exit 9\n")
+    await machine.wait("1")
+    assert machine.naps == 0 and "vLLM will tell" in caplog.text

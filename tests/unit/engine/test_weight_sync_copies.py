@@ -1,18 +1,16 @@
 """A replica on a node without the log: it fetches what it serves, through a real object store."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rollout_service.config import WeightsConfig
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import NotReady
-from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.log import WeightLog
-from rollout_service.store.node_cache import NodeCache
-from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
+from rollout_service.store.node_cache import ChunkServer, NodeCache
+from tests.unit.engine.fakes import LONG_S, FakeEngine, push, serving
 from tests.unit.store.offering import CHUNK_BYTES, OfferingIngest
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
@@ -31,14 +29,12 @@ def copies(offering: OfferingIngest, tmp_path: Path) -> NodeCache:
 
 
 @pytest.fixture
-async def remote(engine: FakeEngine, ingest: FakeIngest, copies: NodeCache) -> AsyncIterator[WeightSync]:
+async def remote(follower: Callable[..., WeightSync], engine: FakeEngine, copies: NodeCache) -> WeightSync:
     """Started on the other node."""
-    config = WeightsConfig(root=copies.log.root, poll_s=0.01)
-    weight_sync = WeightSync("r1", engine, ingest, config, fingerprint="model", copies=copies)
+    weight_sync = follower(weights={"root": copies.log.root}, copies=copies)
     await weight_sync.start()
     engine.calls.clear()
-    yield weight_sync
-    weight_sync.stop()
+    return weight_sync
 
 
 async def test_every_version_is_fetched_checked_and_served(remote, log, engine, ingest, copies):
@@ -64,17 +60,15 @@ async def test_without_the_ingest_a_replica_serves_then_catches_up(remote, log, 
     assert remote.status().error is None
 
 
-async def test_a_copy_that_was_damaged_on_this_node_is_fetched_anew(copies, log, engine, ingest):
+async def test_a_copy_that_was_damaged_on_this_node_is_fetched_anew(follower, copies, log):
     head = log.head()
     assert head is not None
     await copies.fetch(head)
     flip_a_byte(copies.log, 0, FIRST)
-    config = WeightsConfig(root=copies.log.root)
-    weight_sync = WeightSync("r2", engine, ingest, config, fingerprint="model", copies=copies)
+    weight_sync = follower(weights={"root": copies.log.root}, copies=copies)
     await asyncio.wait_for(weight_sync.start(), LONG_S)
     assert weight_sync.version == 0
     copies.log.verify(copies.log.manifest(0))
-    weight_sync.stop()
 
 
 async def test_a_start_is_not_ready_until_the_newest_version_is_known(remote, log, offering, ingest):

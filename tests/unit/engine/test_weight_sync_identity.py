@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.config import WeightsConfig
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import NotReady
 from rollout_service.protocol.weight_log import Origin
@@ -38,9 +37,9 @@ async def test_a_log_that_was_set_back_is_followed_back(weight_sync, log, engine
     assert loads(engine) == ["load 5", "load 0"]
 
 
-async def test_a_replica_that_starts_compares_contents_too(log, engine, ingest):
+async def test_a_replica_that_starts_compares_contents_too(follower, log, engine, ingest):
     engine.loading.close()
-    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
+    weight_sync = follower()
     with restored(log):
         commit(log, 1)
         engine.loading.open()
@@ -48,7 +47,6 @@ async def test_a_replica_that_starts_compares_contents_too(log, engine, ingest):
     head = commit(log, 1, content=77)
     status = await ingest.reported(lambda s: s.digest == head.digest)
     assert status.version == 1
-    weight_sync.stop()
 
 
 @pytest.fixture

@@ -1,52 +1,32 @@
 """Which updates keep an engine's KV cache."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 from msgspec.structs import replace
 
-from rollout_service.config import WeightsConfig
-from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import NotReady
-from rollout_service.store.log import WeightLog
-from tests.unit.engine.fakes import FakeEngine, FakeIngest, push, serving
+from tests.unit.engine.fakes import push, serving
 from tests.unit.store.versions import commit, restored, stage
 
 CLEARS = ["pause keep", "load 1", "resume"]
 KEEPS = ["pause keep and keep the cache", "load 1 and keep the cache", "resume"]
 
 
-async def following(log: WeightLog, engine: FakeEngine, ingest: FakeIngest, policy: str) -> AsyncIterator[WeightSync]:
-    config = WeightsConfig(root=log.root, poll_s=0.01, kv_cache_on_update=policy)
-    weight_sync = WeightSync("r1", engine, ingest, config, "model")
+@pytest.fixture
+async def keeping(follower, engine):
+    weight_sync = follower(weights={"kv_cache_on_update": "keep"})
     await weight_sync.start()
     engine.calls.clear()
-    yield weight_sync
-    weight_sync.stop()
+    return weight_sync
 
 
-@pytest.fixture
-async def keeping(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> AsyncIterator[WeightSync]:
-    async for weight_sync in following(log, engine, ingest, "keep"):
-        yield weight_sync
-
-
-@pytest.fixture
-async def dropping(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> AsyncIterator[WeightSync]:
-    async for weight_sync in following(log, engine, ingest, "drop"):
-        yield weight_sync
-
-
-async def test_drop_empties_the_cache_at_every_update(dropping, log, engine, ingest):
+@pytest.mark.parametrize(("policy", "calls"), [("drop", CLEARS), ("keep", KEEPS)])
+async def test_an_update_drops_or_keeps_the_cache_by_policy(follower, log, engine, ingest, policy, calls):
+    weight_sync = follower(weights={"kv_cache_on_update": policy})
+    await weight_sync.start()
+    engine.calls.clear()
     await push(log, ingest, 1)
-    await serving(dropping, ingest, 1)
-    assert engine.calls == CLEARS
-
-
-async def test_keep_keeps_the_cache(keeping, log, engine, ingest):
-    await push(log, ingest, 1)
-    await serving(keeping, ingest, 1)
-    assert engine.calls == KEEPS
+    await serving(weight_sync, ingest, 1)
+    assert engine.calls == calls
 
 
 async def test_other_kv_scales_drop_the_cache(keeping, log, engine, ingest, caplog):
@@ -57,16 +37,6 @@ async def test_other_kv_scales_drop_the_cache(keeping, log, engine, ingest, capl
         await serving(keeping, ingest, version)
     assert engine.calls == [*CLEARS, "pause keep and keep the cache", "load 2 and keep the cache", "resume"]
     assert "version 1 drops the KV cache" in caplog.text and "version 2" not in caplog.text
-
-
-async def test_number_that_goes_down_drops_the_cache(keeping, log, engine, ingest):
-    with restored(log):
-        await push(log, ingest, 1)
-        await serving(keeping, ingest, 1)
-        engine.calls.clear()
-    await ingest.change(version=0)
-    await serving(keeping, ingest, 0)
-    assert engine.calls == ["pause keep", "load 0", "resume"]
 
 
 @pytest.mark.parametrize("newest", [2, 3])
@@ -86,15 +56,18 @@ async def test_rollback_drops_the_cache(newest, keeping, log, engine, ingest):
     assert engine.calls == ["pause keep and keep the cache", "load 4 and keep the cache", "resume"]
 
 
-async def test_restored_log_drops_the_cache(keeping, log, engine, ingest):
+@pytest.mark.parametrize("newest", [0, 2])
+async def test_restored_log_drops_the_cache(keeping, log, engine, ingest, newest):
     with restored(log):
         await push(log, ingest, 1)
         await serving(keeping, ingest, 1)
         engine.calls.clear()
-    commit(log, 1, content=7)  # of which the replica does not hear
-    await push(log, ingest, 2)
-    await serving(keeping, ingest, 2)
-    assert engine.calls == ["pause keep", "load 2", "resume"]
+    if newest:
+        commit(log, 1, content=7)  # of which the replica does not hear
+        commit(log, newest)
+    await ingest.change(version=newest)
+    await serving(keeping, ingest, newest)
+    assert engine.calls == ["pause keep", f"load {newest}", "resume"]
     engine.calls.clear()
     await push(log, ingest, 3)
     await serving(keeping, ingest, 3)
@@ -121,9 +94,9 @@ class Ages:
         return version
 
 
-async def test_auto_bounds_the_age_before_each_kept_update(log, engine, ingest, caplog):
-    config, ages = WeightsConfig(root=log.root, poll_s=0.01, kv_cache_on_update="keep", kv_max_age="auto"), Ages()
-    weight_sync = WeightSync("r1", engine, ingest, config, "model", kv_ages=ages)
+async def test_auto_bounds_the_age_before_each_kept_update(follower, log, engine, ingest, caplog):
+    ages = Ages()
+    weight_sync = follower(weights={"kv_cache_on_update": "keep", "kv_max_age": "auto"}, kv_ages=ages)
     await weight_sync.start()
     engine.calls.clear()
     await push(log, ingest, 1)
@@ -133,6 +106,5 @@ async def test_auto_bounds_the_age_before_each_kept_update(log, engine, ingest, 
     ages.error = NotReady("the monitor is being replaced")
     await push(log, ingest, 2)
     await serving(weight_sync, ingest, 2)
-    weight_sync.stop()
     assert "bound age 2" not in engine.calls and "resume" in engine.calls
     assert "stays for version 2: the monitor does not answer" in caplog.text

@@ -171,12 +171,6 @@ def test_time_in_an_update_suspends_the_downscale_delay():
     assert decide([IDLE, IDLE], target, GOALS, memory, 900)[0] == 1
 
 
-def test_a_fleet_that_is_paused_full_or_empty_keeps_its_size():
-    for load in (0.0, 5000.0):
-        paused = [replace(IDLE, sequences=load, serving=False)] * 3
-        assert after(5000, paused, target=3, step_s=10) == 3
-
-
 def test_zero_is_reached_only_if_allowed_and_nothing_is_held():
     to_zero = replace(GOALS, min_replicas=0, downscale_delay_s=10)
     assert after(10, [IDLE], target=1, goals=to_zero) == 0

@@ -61,13 +61,6 @@ def test_pieces_join_with_logprobs_and_the_end_of_the_second():
     assert whole.spans == (Span(version=4, start=0, end=2), Span(version=5, start=2, end=4))
 
 
-@pytest.mark.parametrize(("first", "second"), [((), (7,)), ((7,), ()), ((), ())])
-def test_a_piece_may_be_empty(first, second):
-    whole = merge_completions(CALL, piece(first, *[(3, 1)] * len(first)), piece(second, *[(3, 1)] * len(second)))
-    assert whole.token_ids == first + second
-    assert sum(span.end - span.start for span in whole.spans) == len(whole.token_ids)
-
-
 def test_the_remainder_continues_the_tokens_in_the_length_left():
     rest = continuation_call(
         call(n=4, max_tokens=10, min_tokens=5, stop_token_ids=(9,)), piece((6, 7, 8), (3, 3), index=2), 2
@@ -75,7 +68,10 @@ def test_the_remainder_continues_the_tokens_in_the_length_left():
     assert rest.prompt_token_ids == (1, 2, 6, 7, 8)
     assert (rest.sampling.n, rest.sampling.max_tokens, rest.sampling.min_tokens) == (1, 7, 2)
     assert (rest.sampling.stop_token_ids, rest.min_weight_version, rest.priority) == ((9,), 3, 4)
-    assert rest.request_id == "r-2-2"
+    assert (rest.request_id, rest.partial_tokens) == ("r-2-2", 3)
+    assert rest.sampling.routed_experts_prompt_start is None
+    late = continuation_call(rest, piece((9, 9, 9), (3, 3)), 3)
+    assert (late.partial_tokens, late.sampling.min_tokens) == (6, 0)
 
 
 @pytest.mark.parametrize(("asked", "spans", "wanted"), [
@@ -85,11 +81,6 @@ def test_the_rest_is_of_weights_no_older_than_its_beginning(asked, spans, wanted
     partial = piece((6, 7, 8)[: sum(length for _, length in spans)], *spans)
     asking = CALL.model_copy(update={"min_weight_version": asked})
     assert continuation_call(asking, partial, 2).min_weight_version == wanted
-
-
-def test_completion_of_one_version_is_left_as_it_is():
-    completion = piece((6, 7), (4, 2), end="stop")
-    assert of_version(completion, 4) is completion
 
 
 @pytest.mark.parametrize(("spans", "kept"), [(((4, 2), (5, 1)), 2), (((4, 1), (5, 1), (4, 1)), 1), (((5, 3),), 0)])
@@ -102,6 +93,8 @@ def test_completion_ends_before_tokens_of_another_version(spans, kept):
     assert cut.token_ids == (6, 7, 8)[:kept] and cut.versions == (4,) * bool(kept)
     assert (cut.finish_reason, cut.stop_reason) == ("abort", None)
     assert cut.prompt_logprobs == (prompt_logprobs if kept else None)
+    of_one_version = piece((6, 7), (4, 2), end="stop")
+    assert of_version(of_one_version, 4) is of_one_version
 
 
 def test_scores_are_of_the_prompt_and_not_of_the_first_tokens():
@@ -120,10 +113,6 @@ def test_scores_are_of_the_prompt_and_not_of_the_first_tokens():
     assert merge_completions(asking, scored, piece((8,), (4, 1), end="stop")).scores == scores
 
 
-def test_a_minimum_that_is_reached_stays_reached():
-    assert continuation_call(call(max_tokens=10, min_tokens=2), piece((6, 7, 8), (3, 3)), 2).sampling.min_tokens == 0
-
-
 def test_a_seeded_remainder_has_a_new_and_reproducible_seed():
     def seed(index: int, done: int) -> int | None:
         return continuation_call(call(n=4, seed=7), piece((5,) * done, *[(3, 1)] * done, index=index), 2).sampling.seed
@@ -132,6 +121,8 @@ def test_a_seeded_remainder_has_a_new_and_reproducible_seed():
     later = {seed(index, done) for index in range(4) for done in (1, 2, 3)}
     assert len(later) == 12 and not later & {7, 8, 9, 10}
     assert seed(1, 2) == seed(1, 2)
+    rests = [continuation_call(call(n=2, seed=-7), piece((5,), (3, 1), index=i), 2).sampling.seed for i in range(2)]
+    assert None not in rests and len(set(rests)) == 2
     assert continuation_call(call(), piece((5,), (3, 1)), 2).sampling.seed is None
 
 
@@ -140,11 +131,6 @@ def test_a_seeded_remainder_has_a_new_and_reproducible_seed():
 def test_a_seed_that_is_none_for_vllm_is_none_for_the_rest(seed, index, done):
     partial = piece((5,) * done, *[(3, 1)] * done, index=index)
     assert continuation_call(call(n=4, seed=seed), partial, 2).sampling.seed is None
-
-
-def test_a_negative_seed_continues_with_different_seeds():
-    rests = [continuation_call(call(n=2, seed=-7), piece((5,), (3, 1), index=i), 2).sampling.seed for i in range(2)]
-    assert None not in rests and len(set(rests)) == 2
 
 
 def test_the_largest_seed_has_successors():
@@ -171,12 +157,6 @@ def test_structured_outputs_start_anew():
     assert why_restart(plain, EngineConfig(return_sampling_mask=True)) is None
     anew = without_tokens(piece((6, 7), (3, 2), index=1))
     assert (anew.index, anew.token_ids, anew.logprobs, anew.spans) == (1, (), (), ())
-
-
-def test_the_remainder_says_which_tokens_of_its_prompt_are_the_completions():
-    rest = continuation_call(call(max_tokens=9), piece((6, 7, 8), (3, 3)), 2)
-    assert rest.partial_tokens == 3
-    assert continuation_call(rest, piece((9,), (3, 1)), 3).partial_tokens == 4
 
 
 def masked(completion: Completion, *chunks: str) -> Completion:
@@ -207,7 +187,8 @@ def test_sampling_masks_of_both_pieces_come_one_after_the_other():
     assert merge_completions(CALL, masked(first, "a"), masked(second, "b")).packed_sampling_mask == ("a", "b")
     assert merge_completions(CALL, piece(()), masked(second, "b")).packed_sampling_mask == ("b",)
     assert merge_completions(CALL, masked(first, "a"), piece(())).packed_sampling_mask == ("a",)
-    assert merge_completions(CALL, first, second).packed_sampling_mask is None
+    without = merge_completions(CALL, first, second)
+    assert without.packed_sampling_mask is None and without.routed_experts is None
     anew = without_tokens(masked(first, "a"))
     assert merge_completions(CALL, anew, masked(second, "b")).packed_sampling_mask == ("b",)
 
@@ -279,10 +260,6 @@ class TestRoutedExperts:
         anew = without_tokens(self.partial)
         assert anew.routed_experts is None
         assert known(merge_completions(self.asking, anew, routed(piece((9,), (4, 1)), 0, 10, 11))) == {0: 10, 1: 11}
-
-    def test_nobody_who_did_not_ask_gets_any(self):
-        assert continuation_call(CALL, piece((6, 7), (3, 2)), 2).sampling.routed_experts_prompt_start is None
-        assert merge_completions(CALL, piece((6,), (3, 1)), piece((7,), (3, 1))).routed_experts is None
 
 
 def test_what_a_lost_replica_told_has_no_logprobs_of_the_prompt_so_the_rest_is_asked_for_them():

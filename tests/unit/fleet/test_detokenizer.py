@@ -14,7 +14,7 @@ from rollout_service.config.engine import EngineConfig
 from rollout_service.fleet.continuation import continuation_call, merge_completions
 from rollout_service.fleet.detokenizer import Detokenizer, TokenStrings, decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
-from rollout_service.gateway.text import TextStream
+from rollout_service.gateway.streams import TextStream
 from rollout_service.protocol.rollout import Completion, FinishReason, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from tests.support.tokenizers import TOKENIZERS, byte_level, in_python, sentence_piece
@@ -108,13 +108,6 @@ class TestText:
                     assert streamed(tokenizer, prompt, completion, sampling) == wanted
                     cuts = range(1, len(completion.token_ids))
                     assert streamed(tokenizer, prompt, completion, sampling, *cuts) == wanted
-
-    def test_a_space_at_the_beginning_stays(self):
-        tokenizer = sentence_piece()
-        prompt, text = tokenizer.encode("def f(x):\n"), Sampling()
-        for wanted in ("    return x", " Paris", "Paris"):
-            completion = made(encode(tokenizer, wanted, after="def f(x):\n"), "length")
-            assert streamed(tokenizer, prompt, completion, text) == wanted
 
     def test_a_tokenizer_in_python_says_what_vllm_says(self, tmp_path):
         tokenizer = in_python(tmp_path)

@@ -68,15 +68,6 @@ async def fleet(room: int, **bounds: int) -> AsyncIterator[Fleet]:
     assert (made.queue.sequences, made.queue.nbytes) == (0, 0)
 
 
-async def test_calls_go_at_once_while_there_is_room():
-    async with fleet(2) as f:
-        for name in "abc":
-            await f.call(name)
-        assert f.sent == ["a", "b"] and f.queue.sequences == 1
-        await f.end("a")
-        assert f.sent == ["a", "b", "c"] and f.queue.sequences == 0
-
-
 async def test_waiting_calls_go_by_priority_and_then_arrival():
     async with fleet(1) as f:
         await f.call("running")
@@ -228,15 +219,6 @@ async def test_calls_that_lack_memory_go_again_by_age_of_session():
         assert f.sent[7:] == ["old"]
         await f.fire()
         assert f.sent[8:] == ["young"]
-
-
-async def test_refusal_for_want_of_memory_holds_up_no_other_call():
-    async with fleet(10) as f:
-        for i in range(3):
-            await f.call(f"waits{i}", refuse="m" * 9)
-        for name in "ab":
-            await f.call(name)
-        assert f.sent == ["waits0", "waits1", "waits2", "a", "b"]
 
 
 async def test_turns_of_a_session_go_before_sessions_that_began_later():

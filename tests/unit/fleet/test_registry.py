@@ -4,6 +4,7 @@ import pytest
 
 from rollout_service.fleet.registry import FleetTable
 from rollout_service.protocol.adapters import AdapterVersion, HeldAdapter
+from rollout_service.protocol.fleet import ReplicaStatus
 from tests.support.clock import Clock
 from tests.unit.ingest.trainer import replica
 
@@ -156,3 +157,43 @@ class TestAdapters:
         for other in ({"version": 2}, {"name": "b"}):
             assert table.adapter(first.model_copy(update=other)) == {"r": None}
         assert table.adapter(first) == {"r": held}
+
+
+class TestFailedStarts:
+    """The first reason stays until a replica serves, and is told afterwards, too."""
+
+    @staticmethod
+    def report(table: FleetTable, replica: str, version: int | None = None, error: str | None = None) -> None:
+        state = "failed" if error else "starting" if version is None else "ready"
+        table.report(ReplicaStatus(replica_id=replica, version=version, state=state, error=error))
+
+    @staticmethod
+    def told(table: FleetTable) -> tuple[int, str, str, bool] | None:
+        found = table.failed_starts
+        return found and (found.tries, found.first.reason, found.last.reason, found.over)
+
+    def test_the_first_reason_stays_as_more_replicas_fail_and_leave(self, table):
+        assert self.told(table) is None
+        for number in range(3):
+            self.report(table, f"r{number}")
+            self.report(table, f"r{number}", error=f"reason {number}")
+            self.report(table, f"r{number}", error="said again")
+            table.leave(f"r{number}")
+        assert self.told(table) == (3, "reason 0", "reason 2", False)
+
+    def test_a_success_ends_the_series_and_the_next_failure_begins_another(self, table):
+        self.report(table, "r0", error="no memory")
+        self.report(table, "r1")
+        self.report(table, "r1", version=4)
+        assert self.told(table) == (1, "no memory", "no memory", True)
+        self.report(table, "r2", error="disk full")
+        assert self.told(table) == (1, "disk full", "disk full", False)
+
+    def test_a_replica_that_served_before_ends_no_series_and_fails_no_start(self, table):
+        self.report(table, "r1", version=4)
+        self.report(table, "r1", version=4, error="the engine's process is dead")
+        assert self.told(table) is None
+        for number in range(2, 5):
+            self.report(table, f"r{number}", error="disk full")
+            self.report(table, "r1", version=4)
+        assert self.told(table) == (3, "disk full", "disk full", False)

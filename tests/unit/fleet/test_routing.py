@@ -1,25 +1,22 @@
-"""Which replica gets a call."""
+"""Which replica gets a call, and what the router tells the gateway of the replicas."""
 
-import itertools
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
 
-from rollout_service.fleet import routing
 from rollout_service.fleet.routing import (
     MAX_PREFIX_TOKENS,
-    MAX_SESSIONS,
-    NEVER_SENT_S,
     PREFIX_TOKENS,
     Candidate,
-    Ledger,
     RolloutRouter,
     prefixes,
     rank_replicas,
 )
 from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.runtime import placements
+from rollout_service.runtime.placements import NEVER_SENT_S, Ledger, RoutedFleet, RoutedReplica
 
 
 def call_of(number: int) -> tuple[str, int]:
@@ -27,13 +24,43 @@ def call_of(number: int) -> tuple[str, int]:
     return "gateway", number
 
 
-IDLE = [Candidate("a", version=3), Candidate("b", version=3), Candidate("c", version=3)]
+C = Candidate
+OLD_AND_NEW = [C("a", version=3), C("b", version=4, load=50), C("c", version=5)]
+
+
+def of_64(name: str, load: int) -> Candidate:
+    return Candidate(name, load=load, capacity=64)
 
 
 class TestRanked:
-    def test_the_least_loaded_replica_comes_first(self):
-        candidates = [Candidate("a", load=5), Candidate("b", load=0), Candidate("c", load=2)]
-        assert rank_replicas(candidates) == ["b", "c", "a"]
+    @pytest.mark.parametrize(
+        ("candidates", "wanted", "order"),
+        [
+            ([C("a", load=5), C("b", load=0), C("c", load=2)], {}, "bca"),
+            (OLD_AND_NEW, {"min_version": 4}, "cba"),
+            (OLD_AND_NEW, {"exact_version": 4}, "bac"),
+            (OLD_AND_NEW, {}, "acb"),
+            ([C("a", has_adapter=False), C("b", load=50)], {}, "ba"),
+            ([C("a", version=3), C("b", load=1)], {"min_version": 4}, "ba"),  # without a report it is up to date
+            ([C("a"), C("b", load=50)], {"session_replica": "b"}, "ba"),
+            ([C("a"), C("b", load=50)], {"session_replica": "gone"}, "ab"),
+            ([C("a", version=3), C("b", version=4, is_full=True)], {"session_replica": "b"}, "ab"),
+            ([C("a", version=3), C("b", version=4, is_full=True)], {"session_replica": "b", "min_version": 4}, "ba"),
+            ([C("a", version=4), C("b", version=3)], {"session_replica": "b", "min_version": 4}, "ab"),
+            ([C("a"), C("b")], {"session_replica": "b", "avoid": ["b"]}, "ab"),
+            ([C("a", state="stale"), C("b", state="syncing", load=50)], {"session_replica": "a"}, "ba"),
+            ([C("a", state="draining"), C("b", state="stale", load=50)], {"session_replica": "a"}, "ba"),
+            ([C("a", state="failed"), C("b")], {"avoid": ["b"]}, "ba"),
+            # a prefix goes where the last one went, unless that replica is full, or far fuller than others
+            ([of_64("a", 0), of_64("b", 15)], {"prefix_replica": "b"}, "ba"),
+            ([of_64("a", 0), of_64("b", 15)], {"prefix_replica": "b", "session_replica": "a"}, "ab"),
+            ([of_64("a", 0), of_64("b", 17)], {"prefix_replica": "b"}, "ab"),
+            ([of_64("a", 59), of_64("b", 60)], {"prefix_replica": "b", "sequences": 8}, "ab"),
+            ([C("a"), C("b", load=1)], {"prefix_replica": "b"}, "ab"),  # it has not told its capacity
+        ],
+    )
+    def test_criteria_decide_in_their_order(self, candidates, wanted, order):
+        assert rank_replicas(candidates, **wanted) == list(order)
 
     def test_equally_loaded_replicas_take_turns(self):
         ledger, chosen = Ledger(), []
@@ -43,59 +70,6 @@ class TestRanked:
             ledger.complete(call_of(call))
             chosen.append(order[0])
         assert chosen == ["a", "b", "c"] * 2
-
-    def test_a_replica_with_the_version_ranks_first_at_any_load(self):
-        candidates = [Candidate("a", version=3, load=0), Candidate("b", version=4, load=50), Candidate("c", version=5)]
-        assert rank_replicas(candidates, min_version=4) == ["c", "b", "a"]
-        assert rank_replicas(candidates) == ["a", "c", "b"]
-
-    def test_replica_with_the_exact_version_ranks_first(self):
-        candidates = [Candidate("a", version=3), Candidate("b", version=4, load=50), Candidate("c", version=5)]
-        assert rank_replicas(candidates, exact_version=4) == ["b", "a", "c"]
-
-    def test_a_replica_with_the_adapter_ranks_first_at_any_load(self):
-        assert rank_replicas([Candidate("a", has_adapter=False), Candidate("b", load=50)]) == ["b", "a"]
-
-    def test_a_replica_without_a_report_is_taken_for_up_to_date(self):
-        assert rank_replicas([Candidate("a", version=3), Candidate("b", load=1)], min_version=4) == ["b", "a"]
-
-    def test_a_session_stays_with_its_replica_whatever_the_load(self):
-        candidates = [Candidate("a", load=0), Candidate("b", load=50)]
-        assert rank_replicas(candidates, session_replica="b") == ["b", "a"]
-        assert rank_replicas(candidates, session_replica="gone") == ["a", "b"]
-
-    def test_a_session_leaves_a_replica_that_is_full(self):
-        candidates = [Candidate("a", version=3), Candidate("b", version=4, is_full=True)]
-        assert rank_replicas(candidates, session_replica="b") == ["a", "b"]
-        assert rank_replicas(candidates, min_version=4) == ["b", "a"]
-
-    def test_a_session_leaves_a_replica_that_is_behind_or_failed_it(self):
-        candidates = [Candidate("a", version=4), Candidate("b", version=3)]
-        assert rank_replicas(candidates, session_replica="b", min_version=4) == ["a", "b"]
-        assert rank_replicas(candidates, session_replica="b", avoid=["b"]) == ["a", "b"]
-
-    @pytest.mark.parametrize("state", ["stale", "draining", "failed"])
-    def test_a_replica_in_a_bad_state_is_ranked_last_but_kept(self, state):
-        candidates = [Candidate("a", state=state), Candidate("b", state="syncing", load=50)]
-        assert rank_replicas(candidates, session_replica="a") == ["b", "a"]
-
-    def test_a_failed_replica_ranks_below_one_the_call_should_avoid(self):
-        assert rank_replicas([Candidate("a", state="failed"), Candidate("b")], avoid=["b"]) == ["b", "a"]
-
-    def test_a_prompt_that_begins_alike_goes_where_the_last_one_went(self):
-        candidates = [Candidate("a", load=0, capacity=64), Candidate("b", load=15, capacity=64)]
-        assert rank_replicas(candidates, prefix_replica="b") == ["b", "a"]
-        assert rank_replicas(candidates, prefix_replica="gone") == ["a", "b"]
-        assert rank_replicas(candidates, session_replica="a", prefix_replica="b") == ["a", "b"]
-
-    @pytest.mark.parametrize(("load", "sequences"), [(17, 1), (60, 8)])
-    def test_it_leaves_a_replica_that_is_full_or_far_fuller_than_others(self, load, sequences):
-        other = Candidate("a", load=0 if sequences == 1 else 59, capacity=64)
-        candidates = [other, Candidate("b", load=load, capacity=64)]
-        assert rank_replicas(candidates, prefix_replica="b", sequences=sequences) == ["a", "b"]
-
-    def test_of_a_replica_that_has_not_told_its_capacity_the_load_decides(self):
-        assert rank_replicas([Candidate("a"), Candidate("b", load=1)], prefix_replica="b") == ["a", "b"]
 
     def test_a_group_sent_one_by_one_stays_together_and_groups_spread(self):
         ledger, chosen = Ledger(), []
@@ -107,36 +81,20 @@ class TestRanked:
             chosen.append(order[0])
         assert chosen == ["a"] * 8 + ["b"] * 8 + ["a"] * 8
 
-    def test_every_candidate_is_ranked_exactly_once(self):
-        for avoid in itertools.chain.from_iterable(itertools.combinations("abc", n) for n in range(4)):
-            assert sorted(rank_replicas(IDLE, min_version=9, avoid=avoid)) == ["a", "b", "c"]
-
 
 class TestLedger:
-    def test_calls_count_with_all_their_sequences_from_choice_to_end(self):
+    def test_calls_count_where_they_arrived_from_choice_to_end(self):
         ledger = Ledger()
-        ledger.choose(call_of(1), "a", 8, None, now=0)
+        ledger.choose(call_of(1), "a", 8, "s", now=0)
         ledger.choose(call_of(2), "a", 1, None, now=0)
         assert ledger.load("a") == 9
-        ledger.arrive(call_of(1), "a")
-        ledger.complete(call_of(1))
-        assert ledger.load("a") == 1
-        ledger.complete(call_of(2))
-        ledger.complete(call_of(2))
-        assert ledger.load("a") == 0
-
-    def test_a_call_counts_where_it_arrived_and_so_does_its_session(self):
-        ledger = Ledger()
-        ledger.choose(call_of(1), "a", 4, "s", now=0)
         ledger.arrive(call_of(1), "b")
-        assert (ledger.load("a"), ledger.load("b"), ledger.replica_of("s")) == (0, 4, "b")
-
-    def test_calls_of_other_routers_are_ignored(self):
-        ledger = Ledger()
-        ledger.choose(call_of(1), "a", 4, None, now=0)
-        ledger.arrive(("another", 1), "b")
-        ledger.complete(("another", 1))
-        assert (ledger.load("a"), ledger.load("b")) == (4, 0)
+        ledger.arrive(("another", 2), "b")  # of another router
+        ledger.complete(("another", 2))
+        assert (ledger.load("a"), ledger.load("b"), ledger.replica_of("s")) == (1, 8, "b")
+        for _ in range(2):
+            ledger.complete(call_of(1))
+        assert (ledger.load("a"), ledger.load("b")) == (1, 0)
 
     def test_of_a_replicas_report_only_other_gateways_load_counts(self):
         ledger = Ledger()
@@ -187,16 +145,17 @@ class TestLedger:
         assert ledger.replica_with(prefixes([*system, 4])) == "b"
 
     def test_the_beginning_that_was_silent_longest_is_forgotten_first(self, monkeypatch):
-        monkeypatch.setattr(routing, "MAX_PREFIXES", 2)
+        monkeypatch.setattr(placements, "MAX_PREFIXES", 2)
         ledger = Ledger()
         for number, prompt in enumerate((1, 2, 1, 3)):
             ledger.choose(call_of(number), "a", 1, None, 0.0, prefixes([prompt] * PREFIX_TOKENS))
         known = [ledger.replica_with(prefixes([prompt] * PREFIX_TOKENS)) for prompt in (1, 2, 3)]
         assert known == ["a", None, "a"]
 
-    def test_the_session_that_was_silent_longest_is_forgotten_first(self):
+    def test_the_session_that_was_silent_longest_is_forgotten_first(self, monkeypatch):
+        monkeypatch.setattr(placements, "MAX_SESSIONS", 2)
         ledger = Ledger()
-        for session in range(MAX_SESSIONS):
+        for session in range(2):
             ledger.choose(call_of(1), "a", 1, str(session), now=0)
         ledger.choose(call_of(1), "b", 1, "0", now=0)
         ledger.choose(call_of(1), "a", 1, "new", now=0)
@@ -256,3 +215,27 @@ class TestReplicasOfServe:
         )
         held = {"old": {"adapters": {"run": 1}}, "new": {"adapters": {"run": 2}}}
         assert await self.choose(call, {"old": 0, "new": 3}, **held) == ["new", "old"]
+
+
+def test_room_is_what_other_gateways_leave_and_the_share_at_least():
+    fleet = RoutedFleet()
+    assert fleet.room(limit=10, share=5) == 0
+    fleet.update({"a": RoutedReplica("ready", 3, others=2), "b": RoutedReplica("syncing", None, others=9)})
+    assert fleet.room(limit=10, share=5) == 8 + 5
+    fleet.update({state: RoutedReplica(state, 3, others=0) for state in ("failed", "draining", "stale")})
+    assert fleet.room(limit=10, share=1) == 10
+
+
+def test_changes_of_the_load_are_told_apart_from_others():
+    fleet, told = RoutedFleet(), list[bool]()
+    fleet.listen(told.append)
+    for replicas in (
+        {"a": RoutedReplica("ready", 3, 0)},
+        {"a": RoutedReplica("ready", 3, 5)},
+        {"a": RoutedReplica("ready", 4, 5)},
+        {"a": RoutedReplica("stale", 4, 5)},
+        {"b": RoutedReplica("stale", 4, 5)},
+        {},
+    ):
+        fleet.update(replicas)
+    assert told == [True, False, True, True, True, True]

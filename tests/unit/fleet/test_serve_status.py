@@ -1,11 +1,12 @@
-"""Serve's messages, without the traceback inside them."""
+"""Serve's messages, without the traceback inside them; its controller, which is started anew if it hangs."""
 
 import traceback
+from collections.abc import Iterable
 
 import pytest
 
 from rollout_service.errors import LONGEST_REASON
-from rollout_service.fleet.serve_status import in_short
+from rollout_service.fleet.serve_status import PATIENCE_S, PERIOD_S, in_short, watch_controller
 
 HEAD = "A replica failed to start with exception. Retrying 2 more time(s). "
 
@@ -42,3 +43,41 @@ def test_a_message_without_a_traceback_stays_as_it_is(message, short):
 def test_a_long_one_is_cut_in_the_middle():
     cut = in_short("begin " + "x" * 10_000 + " end")
     assert cut.startswith("begin") and cut.endswith("end") and len(cut) <= LONGEST_REASON + 3
+
+
+class End(Exception):
+    """Of the test."""
+
+
+async def done(answers: Iterable[bool], restart_fails: bool = False) -> list[str]:
+    """What the watch did until the answers were used up."""
+    did: list[str] = []
+    coming = iter(answers)
+
+    async def answer(within_s: float, *, if_gone: bool) -> bool:
+        assert within_s == PATIENCE_S and if_gone
+        try:
+            return next(coming)
+        except StopIteration:
+            raise End from None
+
+    def restart() -> None:
+        did.append("restart")
+        if restart_fails:
+            raise ValueError("no actor has that name")
+
+    async def sleep(seconds: float) -> None:
+        assert seconds == PERIOD_S
+        did.append("sleep")
+
+    with pytest.raises(End):
+        await watch_controller(answer, restart, sleep)
+    return did
+
+
+async def test_a_controller_that_does_not_answer_is_started_anew():
+    assert await done([True, False, True]) == ["sleep", "sleep", "restart", "sleep", "sleep"]
+
+
+async def test_a_controller_that_is_gone_ends_no_watch():
+    assert await done([False, True], restart_fails=True) == ["sleep", "restart", "sleep", "sleep"]

@@ -4,9 +4,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import anthropic
 import httpx
+import httpx2
+import openai
 import pytest
 
+from rollout_service.client import RolloutClient
 from rollout_service.config import MonitorConfig
 from rollout_service.config.engine import EngineConfig
 from rollout_service.fleet.dispatch import Dispatcher
@@ -17,7 +21,7 @@ from rollout_service.model.tiny import character_tokenizer, make_tiny_qwen3
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.web.auth import Authorizer
 from tests.unit.gateway.chats import URL, ScriptedEngine, config_of
-from tests.unit.gateway.fakes import EchoEngine
+from tests.unit.gateway.fakes import EchoEngine, client_of, http_to
 
 
 @pytest.fixture
@@ -75,7 +79,29 @@ def chatting(services: Services, model: Path, scripted: ScriptedEngine) -> Servi
 
 
 @pytest.fixture
-async def chat_http(chatting: Services) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=create_app(chatting))
-    async with httpx.AsyncClient(transport=transport, base_url=URL) as http:
+async def http(services: Services) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_to(services) as http:
         yield http
+
+
+@pytest.fixture
+async def client(services: Services) -> AsyncIterator[RolloutClient]:
+    async with client_of(services) as client:
+        yield client
+
+
+@pytest.fixture
+async def chat_http(chatting: Services) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_to(chatting) as http:
+        yield http
+
+
+@pytest.fixture
+def sdk(chat_http: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="EMPTY", http_client=chat_http, max_retries=0)
+
+
+@pytest.fixture
+def anthropics(chatting: Services) -> anthropic.AsyncAnthropic:
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=create_app(chatting)))
+    return anthropic.AsyncAnthropic(base_url=URL, api_key="EMPTY", http_client=http, max_retries=0)

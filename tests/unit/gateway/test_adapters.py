@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from rollout_service.errors import InvalidRequest, NotFound, NotReady
-from rollout_service.gateway.adapters import KnownAdapters
 from rollout_service.gateway.completions import CompletionRequest, completions
-from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.dependencies import KnownAdapters, Services
 from rollout_service.gateway.generate import generate
 from rollout_service.gateway.models import models
 from rollout_service.gateway.sglang.generate import SglangGenerate
@@ -57,22 +56,20 @@ async def test_a_request_names_its_adapter_in_either_field(adapted, engine, aske
     assert reply["model"] == asked.get("model", "tiny")
     await completions(CompletionRequest(prompt=(5, 6), **asked), adapted)
     assert engine.calls[-1].adapter == wanted
-
-
-async def test_sglangs_lora_path_names_an_adapter(adapted, engine):
-    asked = SglangGenerate(input_ids=(5, 6), lora_path="a@3")
-    assert await sglang_generate(asked, adapted)
-    assert engine.calls[-1].adapter == WantedAdapter(name="a", exact_version=3)
-    with pytest.raises(NotFound, match="there is no adapter"):
-        await sglang_generate(SglangGenerate(input_ids=(5, 6), lora_path="c"), adapted)
+    if set(asked) == {"adapter"}:
+        assert await sglang_generate(SglangGenerate(input_ids=(5, 6), lora_path=asked["adapter"]), adapted)
+        assert engine.calls[-1].adapter == wanted
 
 
 @pytest.mark.parametrize("name", ["c", "a@2", "a@", "../a", "b@1"])
-async def test_an_unknown_adapter_is_not_found(adapted, name):
-    with pytest.raises(NotFound, match="there is no adapter"):
-        await generate(GenerateRequest(token_ids=(5, 6), adapter=name), adapted)
-    with pytest.raises(NotFound, match="is not served here"):
-        await generate(GenerateRequest(token_ids=(5, 6), model=name), adapted)
+async def test_an_unknown_adapter_is_not_found(adapted, services, name):
+    for known, why in ((adapted, "there is no adapter"), (services, r"there is no adapter .*; there are \[\]")):
+        with pytest.raises(NotFound, match=why):
+            await generate(GenerateRequest(token_ids=(5, 6), adapter=name), known)
+        with pytest.raises(NotFound, match="there is no adapter"):
+            await sglang_generate(SglangGenerate(input_ids=(5, 6), lora_path=name), known)
+        with pytest.raises(NotFound, match="is not served here"):
+            await generate(GenerateRequest(token_ids=(5, 6), model=name), known)
 
 
 async def test_two_adapters_in_one_request_are_refused(adapted):
@@ -87,8 +84,3 @@ async def test_known_adapters_outlive_the_ingest(adapted, ingest, engine):
     ingest.is_away = True
     await generate(GenerateRequest(token_ids=(5, 6), adapter="a"), adapted)
     assert engine.calls[-1].adapter == WantedAdapter(name="a")
-
-
-async def test_without_the_setting_no_adapter_is_known(services):
-    with pytest.raises(NotFound, match=r"there is no adapter 'a'; there are \[\]"):
-        await generate(GenerateRequest(token_ids=(5, 6), adapter="a"), services)

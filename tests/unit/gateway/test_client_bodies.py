@@ -11,20 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.rollout import Candidate
 from rollout_service.protocol.sampling import Sampling
-from tests.unit.gateway.fakes import EchoEngine
+from tests.unit.gateway.fakes import EchoEngine, http_to
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
-
-
-@pytest.fixture
-async def http(services: Services) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=create_app(services))
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
 async def answered(http: httpx.AsyncClient, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
@@ -69,8 +61,7 @@ class TestVerifiers:
         """renderers 0.1.13.dev17: two candidates more than the top 20, and all logprobs as packed numbers."""
         engine.top_logprobs = ((Candidate(5, -0.25, 1), Candidate(37, -0.5, 2)), (Candidate(36, -1.0, 1),))
         sampling = {**self.BODY["sampling_params"], "logprobs": 22, "extra_args": {"prl_compact_logprobs": True}}
-        app = create_app(replace(services, max_logprobs=40))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+        async with http_to(replace(services, max_logprobs=40)) as http:
             reply = await http.post(GENERATE, json={**self.BODY, "sampling_params": sampling})
             assert b'"compact_logprobs":{"data":"' in reply.content  # the client cuts it out of the bytes
             choice = reply.json()["choices"][0]

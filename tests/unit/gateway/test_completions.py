@@ -22,32 +22,24 @@ def request(**fields: Any) -> CompletionRequest:
 
 
 class TestRequest:
-    def test_sampling_parameters_are_taken_from_beside_the_prompt(self):
-        sampling = request(n=3, temperature=0.5, top_p=0.9, seed=1, max_tokens=7, ignore_eos=True).sampling()
-        assert sampling == Sampling(
-            n=3, temperature=0.5, top_p=0.9, seed=1, max_tokens=7, ignore_eos=True, logprobs=None
-        )
-
-    def test_max_tokens_defaults_to_16_and_null_means_the_context(self):
-        assert request().sampling().max_tokens == 16
-        assert request(max_tokens=None).sampling().max_tokens is None
-
-    @pytest.mark.parametrize(("stop", "strings"), [(None, ()), ("x", ("x",)), ([], ()), (["x", "yz"], ("x", "yz"))])
-    def test_stop_is_nothing_a_string_or_several(self, stop, strings):
-        assert request(stop=stop).sampling().stop == strings
-
     @pytest.mark.parametrize(
-        ("logprobs", "candidates"), [(None, None), (False, None), (True, 0), (0, 0), (1, 1), (20, 20)]
+        ("fields", "sampling"),
+        [
+            ({}, {"max_tokens": 16}),
+            ({"n": 3, "temperature": 0.5, "seed": 1, "ignore_eos": True, "max_tokens": None}, {"max_tokens": None}),
+            ({"max_completion_tokens": 7}, {"max_tokens": 7}),
+            ({"max_completion_tokens": 7, "max_tokens": 7}, {}),
+            ({"stop": "x", "stop_token_ids": None}, {"stop": ("x",), "stop_token_ids": ()}),
+            ({"stop": ["x", "yz"]}, {"stop": ("x", "yz")}),
+            ({"stop": None, "logprobs": False}, {"stop": (), "logprobs": None}),
+            ({"logprobs": True}, {"logprobs": 0}),
+            ({"logprobs": 20}, {}),
+        ],
     )
-    def test_logprobs_are_a_number_or_true(self, logprobs, candidates):
-        assert request(logprobs=logprobs).candidates == candidates
-        assert request(logprobs=logprobs).sampling().logprobs == candidates
-
-    def test_either_name_of_the_longest_completion_is_taken(self):
-        assert request(max_completion_tokens=7).sampling().max_tokens == 7
-        assert request(max_completion_tokens=7, max_tokens=7).sampling().max_tokens == 7
-        with pytest.raises(ValidationError, match="max_tokens=8 and max_completion_tokens=7 differ"):
-            request(max_completion_tokens=7, max_tokens=8)
+    def test_fields_beside_the_prompt_become_sampling_parameters(self, fields, sampling):
+        same = {"max_tokens": 16, "logprobs": None, **fields} | sampling
+        same.pop("max_completion_tokens", None)
+        assert request(**fields).sampling() == Sampling.model_validate(same)
 
     @pytest.mark.parametrize(
         ("field", "value"),
@@ -66,21 +58,12 @@ class TestRequest:
             ("prompt", 5),
             ("prompt", [1, "x"]),
             ("prompt", None),
+            ("max_completion_tokens", 7),
         ],
     )
     def test_unsupported_or_out_of_range_fields_are_refused_by_name(self, field, value):
         with pytest.raises(ValidationError, match=field):
-            request(**{field: value})
-
-    def test_defaults_that_clients_spell_out_are_taken(self):
-        spelled = request(
-            stream=False, echo=False, best_of=1, priority=0, user="me", frequency_penalty=0, presence_penalty=0
-        )
-        assert spelled.model_dump(exclude={"user"}) == {
-            **request().model_dump(exclude={"user"}),
-            "best_of": 1,  # null by default
-        }
-        assert spelled.sampling() == request().sampling()
+            request(**{"max_tokens": 8, field: value})
 
     @pytest.mark.parametrize(
         ("prompt", "prompts"),
@@ -141,17 +124,16 @@ class TestRequest:
 
 
 class TestReply:
-    async def test_choices_are_numbered_prompt_by_prompt(self, services):
-        reply = await completions(request(prompt=["ab", "c"], n=2), services)
+    async def test_choices_are_numbered_prompt_by_prompt(self, services, engine):
+        asked = request(prompt=["ab", "c"], n=2, request_id="mine", min_weight_version=4)
+        reply = await completions(asked, services)
         assert [(c["index"], c["text"]) for c in reply["choices"]] == [(0, "ba"), (1, "ba"), (2, "c"), (3, "c")]
         assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
-        assert reply["object"] == "text_completion" and reply["model"] == "tiny"
-
-    async def test_each_prompt_of_a_request_has_an_id_of_its_own(self, services, engine):
-        reply = await completions(request(prompt=["ab", "c"], request_id="mine", min_weight_version=4), services)
-        assert reply["id"] == "mine"
-        assert {call.request_id for call in engine.calls} == {"mine-0", "mine-1"}
-        assert {call.min_weight_version for call in engine.calls} == {4}
+        assert (reply["object"], reply["model"], reply["id"]) == ("text_completion", "tiny", "mine")
+        assert sorted((call.request_id, call.min_weight_version) for call in engine.calls) == [
+            ("mine-0", 4),
+            ("mine-1", 4),
+        ]
 
     async def test_logprobs_are_aligned_with_tokens_and_text(self, services):
         reply = await completions(request(logprobs=0), services)

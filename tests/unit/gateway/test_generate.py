@@ -7,9 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.gateway.generate import generate, spans, usage
+from rollout_service.gateway.generate import generate, spans
 from rollout_service.protocol.generate import GenerateRequest
-from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.sampling import LARGEST_SEED, Sampling
 
 SPLIT = Completion(
@@ -52,58 +52,37 @@ def test_sampling_out_of_range_or_unsupported_is_refused_by_name(name, value):
         Sampling.model_validate({name: value})
 
 
-def test_the_default_is_one_sample_of_the_plain_distribution():
-    sampling = Sampling()
-    assert (sampling.n, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1.0, 1.0, 0, 0.0)
-    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("body", [{}, {"token_ids": [1], "prompt": "1"}, {"sampling_params": {"n": 2}}])
-def test_a_prompt_is_given_either_as_ids_or_as_text(body):
-    with pytest.raises(ValidationError, match="give either token_ids or prompt"):
-        GenerateRequest.model_validate(body)
-
-
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("fields", "named"),
     [
-        ("stream", "often"),
-        ("stream_options", {"include_usage": True}),
-        ("output_mode", "logits"),
-        ("request_id", ""),
-        ("request_id", "x" * 257),
-        ("min_weight_version", -1),
-        ("cache_salt", ""),
-        ("features", {"mm_hashes": {}}),
-        ("kv_transfer_params", {"x": 1}),
-        ("token_ids", ["x"]),
-        ("token_ids", [[1]]),
-        ("token_ids", 5),
+        ({"stream": "often"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs have no place in a stream"),
+        ({"output_mode": "logits"}, "output_mode"),
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "x" * 257}, "request_id"),
+        ({"min_weight_version": -1}, "min_weight_version"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"features": {"mm_hashes": {}}}, "features"),
+        ({"token_ids": ["x"]}, "token_ids"),
+        ({"token_ids": [[1]]}, "token_ids"),
+        ({"token_ids": None}, "give either token_ids or prompt"),
+        ({"prompt": "1"}, "give either token_ids or prompt"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(field, value):
-    with pytest.raises(ValidationError, match=field):
-        GenerateRequest.model_validate({"token_ids": [1], field: value})
+def test_what_is_not_implemented_is_refused_by_name(fields, named):
+    with pytest.raises(ValidationError, match=named):
+        GenerateRequest.model_validate({"token_ids": [1], **fields})
 
 
-def test_a_split_completion_names_both_versions_and_replicas():
-    moved = tuple(s.model_copy(update={"replica_id": i}) for s, i in zip(SPLIT.spans, "ab", strict=True))
-    assert spans(SPLIT.model_copy(update={"spans": moved})) == [
-        {"version": "3", "start": 0, "end": 1, "replica_id": "a"},
-        {"version": "5", "start": 1, "end": 3, "replica_id": "b"},
+def test_spans_have_versions_as_text_and_what_they_know():
+    known = {"label": "run/step-5", "kv_from": 4, "replica_id": "b"}
+    sent = spans(SPLIT.model_copy(update={"spans": (SPLIT.spans[0], SPLIT.spans[1].model_copy(update=known))}))
+    assert sent == [
+        {"version": "3", "start": 0, "end": 1, "replica_id": None},
+        {"version": "5", "start": 1, "end": 3, **known, "kv_from": "4"},
     ]
-
-
-def test_span_with_older_keys_says_their_version_as_text():
-    older = tuple(s.model_copy(update={"kv_from": s.version - 1}) for s in SPLIT.spans)
-    sent = spans(SPLIT.model_copy(update={"spans": older}))
-    assert [span["kv_from"] for span in sent] == ["2", "4"]
-    assert [Span.model_validate(span).oldest_kv for span in sent] == [2, 4]
-
-
-def test_usage_counts_prompts_once_and_every_completion():
-    rollout = Rollout(request_id="a", prompt_token_ids=(1, 2), completions=(SPLIT, SPLIT), replica_id="r1")
-    assert usage([rollout, rollout]) == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    assert [Span.model_validate(span).oldest_kv for span in sent] == [3, 4]
 
 
 async def test_a_reply_carries_ids_logprobs_spans_and_the_replica(services):
@@ -127,24 +106,14 @@ async def test_a_reply_carries_ids_logprobs_spans_and_the_replica(services):
     assert "prompt_token_ids" not in reply
 
 
-async def test_a_prompt_as_text_comes_back_as_the_ids_it_became(services):
+async def test_a_prompts_ids_come_back_if_it_was_text_or_if_asked_for(services):
     reply = await generate(GenerateRequest(prompt="ab", output_mode="text"), services)
-    assert len(reply["prompt_token_ids"]) == 2
-    assert reply["choices"][0]["text"] == "ba"
+    assert len(reply["prompt_token_ids"]) == 2 and reply["choices"][0]["text"] == "ba"
+    reply = await generate(GenerateRequest(token_ids=(5, 6), return_token_ids=True), services)
+    assert reply["prompt_token_ids"] == (5, 6)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_token_id_beyond_any_number_is_refused(services, stream):
     with pytest.raises(InvalidRequest, match="outside the vocabulary"):
         await generate(GenerateRequest(token_ids=(2**70,), output_mode="text", stream=stream), services)
-
-
-async def test_the_prompts_ids_are_repeated_when_asked_for(services):
-    reply = await generate(GenerateRequest(token_ids=(5, 6), return_token_ids=True), services)
-    assert reply["prompt_token_ids"] == (5, 6)
-
-
-def test_a_span_names_the_label_of_its_version():
-    labelled = SPLIT.model_copy(update={"spans": (SPLIT.spans[0], Span(version=5, start=1, end=3, label="run/step-5"))})
-    first, second = spans(labelled)
-    assert "label" not in first and second["label"] == "run/step-5"

@@ -21,7 +21,8 @@ from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.runtime.placements import PLACEMENTS
-from tests.unit.gateway.chats import HELLO, URL, ids
+from tests.unit.gateway.chats import HELLO, ids
+from tests.unit.gateway.fakes import client_of, http_to
 
 TEXT = "hello, world"
 STEPS = (1, 4, 5, 11)
@@ -96,10 +97,18 @@ def telling() -> TellingEngine:
     return TellingEngine()
 
 
+def told_by(chatting: Services, telling: TellingEngine) -> Services:
+    return replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))
+
+
 @pytest.fixture
 def http(chatting: Services, telling: TellingEngine) -> httpx.AsyncClient:
-    services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=create_app(services)), base_url=URL)
+    return http_to(told_by(chatting, telling))
+
+
+@pytest.fixture
+def client(chatting: Services, telling: TellingEngine) -> RolloutClient:
+    return client_of(told_by(chatting, telling))
 
 
 async def streamed(http: httpx.AsyncClient, path: str, **body: object) -> list[dict[str, Any]]:
@@ -191,18 +200,6 @@ class TestGenerate:
         refused = await http.post("/inference/v1/generate", json=body)
         assert refused.status_code == 422 and says in refused.text
 
-    async def test_a_deployment_that_tells_experts_does_not_drop_them_from_a_stream(self, chatting, telling):
-        services = replace(chatting, returns_experts=True, dispatcher=Dispatcher(telling, None, EngineConfig()))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=create_app(services)), base_url=URL) as http:
-            body = {"token_ids": [5], "sampling_params": {"routed_experts_prompt_start": 0}, "stream": True}
-            refused = await http.post("/inference/v1/generate", json=body)
-        assert refused.status_code == 422 and "not in a stream" in refused.text
-
-    async def test_prompt_logprobs_have_no_place_in_it(self, http):
-        body = {"token_ids": [5], "sampling_params": {"prompt_logprobs": 1}, "stream": True}
-        refused = await http.post("/inference/v1/generate", json=body)
-        assert refused.status_code == 422 and "prompt_logprobs have no place in a stream" in refused.text
-
 
 class TestCompletions:
     async def test_several_prompts_come_side_by_side(self, http):
@@ -268,10 +265,8 @@ class TestChat:
 
 
 class TestClient:
-    async def test_pieces_and_then_the_whole(self, chatting, telling):
-        services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))
-        transport = httpx.ASGITransport(app=create_app(services))
-        async with RolloutClient(URL, transport=transport) as client:
+    async def test_pieces_and_then_the_whole(self, client, telling):
+        async with client:
             async with client.generate_stream("hi", n=2, priority=1, seed=4) as stream:
                 with pytest.raises(RuntimeError, match="not over"):
                     _ = stream.rollout
@@ -286,10 +281,9 @@ class TestClient:
             assert own[-1].spans == completion.spans and [piece.finish_reason for piece in own] == [None] * 4 + ["stop"]
         assert (whole.prompt_token_ids, whole.replica_id, whole.attempts) == (ids("hi"), "r1", 1)
 
-    async def test_errors_of_the_service_are_raised(self, chatting, telling):
+    async def test_errors_of_the_service_are_raised(self, client, telling):
         telling.error = NonFiniteLogprob("broken weights", {"position": 3})
-        services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))
-        async with RolloutClient(URL, transport=httpx.ASGITransport(app=create_app(services))) as client:
+        async with client:
             with pytest.raises(InvalidRequest, match="outside the vocabulary"):
                 await client.generate_stream([9999]).open()
             with pytest.raises(NonFiniteLogprob, match="broken weights"):
@@ -300,8 +294,7 @@ class TestClient:
 
 
 async def test_who_goes_away_ends_the_work(chatting, telling):
-    services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))
-    app, body = create_app(services), {"prompt": [[5], [6]], "max_tokens": 13, "stream": True}
+    app, body = create_app(told_by(chatting, telling)), {"prompt": [[5], [6]], "max_tokens": 13, "stream": True}
     sent = asyncio.Event()
     telling.replies = False
     requests = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])

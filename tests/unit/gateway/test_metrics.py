@@ -9,7 +9,7 @@ from rollout_service.errors import NotReady
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.mismatch import MismatchTable
-from rollout_service.protocol.state import ServiceState
+from rollout_service.protocol.weights import ServiceState
 from rollout_service.web.auth import Authorizer
 from tests.unit.gateway.fakes import http_to
 from tests.unit.monitor.reports import body, full, span
@@ -28,25 +28,16 @@ STATE = ServiceState(
 )
 
 
-class Ingest:
-    """Knows the state."""
+class Service:
+    """The ingest and the monitor; without a state, neither answers."""
 
-    def __init__(self, state: ServiceState = STATE) -> None:
+    def __init__(self, state: ServiceState | None = STATE) -> None:
         self._state = state
 
     async def state(self) -> ServiceState:
+        if self._state is None:
+            raise NotReady("version 0 is still being made")
         return self._state
-
-
-class StartingIngest:
-    """Knows none yet."""
-
-    async def state(self) -> ServiceState:
-        raise NotReady("version 0 is still being made")
-
-
-class AwayMonitor:
-    """Is being restarted."""
 
     async def per_replica(self) -> MismatchTable:
         raise NotReady("it died with this call")
@@ -65,34 +56,20 @@ async def get(services: Services, ingest: object) -> httpx.Response:
         return await http.get("/metrics")
 
 
-async def test_it_is_prometheus_text_of_the_ingests_state(services):
-    reply = await get(services, Ingest())
+async def test_it_is_prometheus_text_of_the_ingests_state_and_of_the_mismatch(services):
+    await services.monitor.report(body(full([-1.5] * 2, [-1.0] * 2, [span(41, 0, 2)])))
+    await services.monitor.report(body(full([-1.0] * 3, [-0.5] * 3, [span(41, 0, 3)]), truncated_sampling=True))
+    reply = await get(services, Service())
     found = metrics_of(reply)
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert found["rollout_latest_version"] == 41 and found["rollout_paused"] == 1
-
-
-async def test_without_a_state_the_scrape_fails_with_503(services):
-    assert (await get(services, StartingIngest())).status_code == 503
-
-
-async def test_the_mismatch_is_there_if_the_monitor_answers(services):
-    replica = ReplicaStatus(replica_id="r1", version=41, state="ready")
-    state = STATE.model_copy(update={"fleet": STATE.fleet.model_copy(update={"replicas": (replica,)})})
-    await services.monitor.report(body(full([-1.5] * 2, [-1.0] * 2, [span(41, 0, 2)])))
-    found = metrics_of(await get(services, Ingest(state)))
-    assert found["rollout_mismatch_k1"] == 0.5
-
-
-async def test_truncated_tokens_are_shown_apart(services):
-    truncated = full([-1.0] * 3, [-0.5] * 3, [span(41, 0, 3)])
-    await services.monitor.report(body(truncated, truncated_sampling=True))
-    found = metrics_of(await get(services, Ingest()))
-    assert found["rollout_mismatch_truncated_tokens_total"] == 3
-    assert "rollout_mismatch_k1" not in found and "rollout_version_suspect" not in found
+    assert found["rollout_mismatch_k1"] == 0.5 and found["rollout_mismatch_truncated_tokens_total"] == 3
 
 
 async def test_a_monitor_that_is_away_leaves_the_rest_of_the_scrape(services):
-    reply = await get(replace(services, monitor=AwayMonitor()), Ingest())
-    found = metrics_of(reply)
+    found = metrics_of(await get(replace(services, monitor=Service()), Service()))
     assert found["rollout_latest_version"] == 41 and "rollout_mismatch_k1" not in found
+
+
+async def test_without_a_state_the_scrape_fails_with_503(services):
+    assert (await get(services, Service(None))).status_code == 503

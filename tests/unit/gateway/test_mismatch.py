@@ -33,29 +33,27 @@ class Away:
         raise NotReady("it died with this call")
 
 
-async def test_a_mismatch_report_is_shown_in_the_table(services):
-    async with http_to(services) as http:
-        report = body(full([-1.25, -2.25], [-1.0, -2.0]))
-        receipt = MismatchReceipt.model_validate_json((await http.post("/v1/mismatch", content=report)).content)
-        assert receipt.tokens == 2
-        table = MismatchTable.model_validate_json((await http.get("/v1/mismatch")).content)
+async def test_a_mismatch_report_is_shown_in_the_table(http):
+    report = body(full([-1.25, -2.25], [-1.0, -2.0]))
+    receipt = MismatchReceipt.model_validate_json((await http.post("/v1/mismatch", content=report)).content)
+    assert receipt.tokens == 2
+    table = MismatchTable.model_validate_json((await http.get("/v1/mismatch")).content)
     (row,) = table.rows
     assert (row.version, row.replica_id, row.tokens, row.k1) == (3, "r1", 2, 0.25)
     assert row.quantiles == {0.5: 0.25, 0.9: 0.25, 0.99: 0.25, 0.999: 0.25}
 
 
-async def test_rows_are_filtered_by_the_query(services):
-    async with http_to(services) as http:
-        for version in (3, 4):
-            await http.post("/v1/mismatch", content=body(full([-1.0], [-1.0], [span(version, 0, 1)])))
+async def test_rows_are_filtered_by_the_query(http):
+    for version in (3, 4):
+        await http.post("/v1/mismatch", content=body(full([-1.0], [-1.0], [span(version, 0, 1)])))
 
-        async def versions(**query: str) -> list[int]:
-            return [row["version"] for row in (await http.get("/v1/mismatch", params=query)).json()["rows"]]
+    async def versions(**query: str) -> list[int]:
+        return [row["version"] for row in (await http.get("/v1/mismatch", params=query)).json()["rows"]]
 
-        assert await versions() == [3, 4]
-        assert await versions(version="4") == [4]
-        assert await versions(replica="r1") == [3, 4]
-        assert await versions(replica="r2") == []
+    assert await versions() == [3, 4]
+    assert await versions(version="4") == [4]
+    assert await versions(replica="r1") == [3, 4]
+    assert await versions(replica="r2") == []
 
 
 @pytest.mark.parametrize(
@@ -68,9 +66,8 @@ async def test_rows_are_filtered_by_the_query(services):
         (b" " * (REPORT_BYTES + 1), 413, "send what is in it in several"),
     ],
 )
-async def test_a_report_that_cannot_be_counted_says_why(services, content, status, says):
-    async with http_to(services) as http:
-        reply = await http.post("/v1/mismatch", content=content)
+async def test_a_report_that_cannot_be_counted_says_why(http, content, status, says):
+    reply = await http.post("/v1/mismatch", content=content)
     assert reply.status_code == status and says in reply.json()["error"]["message"]
 
 

@@ -6,13 +6,13 @@ import httpx
 import pytest
 
 from rollout_service.config.engine import EngineConfig
-from rollout_service.errors import TooEarly, VersionNotServed
+from rollout_service.errors import TooEarly
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from tests.unit.gateway.fakes import EchoEngine, LabelIngest, client_of, http_to
+from tests.unit.gateway.fakes import EchoEngine, LabelIngest, http_to
 
 ROUTES = {"/inference/v1/generate": {"token_ids": [5, 6]}, "/v1/completions": {"prompt": [5, 6]}}
 
@@ -25,52 +25,41 @@ async def post(services: Services, path: str, header: str | None = None, **field
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_a_session_may_be_named_in_the_body_or_in_a_header(services, engine, path):
-    await post(services, path, session_id="s1")
+    await post(services, path, session_id="s1", priority=-3)
     await post(services, path, header="s2")
     await post(services, path, header="s3", session_id="s3")
-    await post(services, path)
+    reply = await post(services, path)
     assert [call.session_id for call in engine.calls] == ["s1", "s2", "s3", None]
+    assert [call.priority for call in engine.calls] == [-3, 0, 0, 0] and reply.json()["attempts"] == 1
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_two_sessions_for_one_request_are_refused(services, engine, path):
-    reply = await post(services, path, header="a", session_id="b")
-    assert reply.status_code == 422 and "session_id='b'" in reply.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"session_id": ""}, "session_id"),
+        ({"session_id": "x" * 257}, "session_id"),
+        ({"header": "a", "session_id": "b"}, "session_id='b'"),
+        ({"priority": 2**31}, "priority"),
+        ({"priority": "high"}, "priority"),
+        ({"on_abort": "drop"}, "on_abort"),
+        ({"min_weight_version": 3, "weight_version": {"min_version": 3}}, "min_weight_version and weight_version are"),
+        *(({"min_weight_version": version}, "version") for version in ("next", "a b", "-3", "x" * 129, -1)),
+    ],
+)
+async def test_what_is_out_of_range_is_refused_by_name(services, engine, path, fields, named):
+    reply = await post(services, path, **fields)
+    assert reply.status_code == 422 and named in reply.json()["error"]["message"]
     assert engine.calls == []
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_priority_is_handed_on_and_attempts_come_back(services, engine, path):
-    reply = await post(services, path, priority=-3)
-    assert reply.json()["attempts"] == 1
-    assert engine.calls[0].priority == -3
-
-
-@pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("session_id", ""), ("session_id", "x" * 257), ("priority", 2**31), ("priority", "high"), ("on_abort", "drop")],
-)
-async def test_what_is_out_of_range_is_refused_by_name(services, path, field, value):
-    reply = await post(services, path, **{field: value})
-    assert reply.status_code == 422 and field in reply.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize(("asked", "version"), [(3, 3), ("3", 3), ("run-7/step-300", 12)])
+@pytest.mark.parametrize(("asked", "version"), [(3, 3), ("3", 3), ("run-7/step-300", 12), ("run-7/step-9", None)])
 async def test_a_version_is_asked_for_by_number_or_label(services, engine, path, asked, version):
     services = replace(services, ingest=LabelIngest({"run-7/step-300": 12}))
-    assert (await post(services, path, min_weight_version=asked)).status_code == 200
-    assert engine.calls[0].min_weight_version == version
-
-
-@pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize(
-    ("asked", "status"), [("run-7/step-9", 404), ("next", 422), ("a b", 422), ("-3", 422), ("x" * 129, 422), (-1, 422)]
-)
-async def test_a_version_that_there_is_not_is_refused(services, engine, path, asked, status):
-    reply = await post(replace(services, ingest=LabelIngest({})), path, min_weight_version=asked)
-    assert reply.status_code == status and engine.calls == []
+    reply = await post(services, path, min_weight_version=asked)
+    assert reply.status_code == (404 if version is None else 200)
+    assert [call.min_weight_version for call in engine.calls] == ([] if version is None else [version])
 
 
 EVERY_ROUTE = {
@@ -116,13 +105,6 @@ async def test_impossible_weight_version_is_refused_by_name(chatting, path, want
     assert reply.status_code in (400, 422) and "weight_version" in reply.json()["error"]["message"], reply.text
 
 
-@pytest.mark.parametrize("path", ROUTES)
-async def test_two_forms_of_a_minimum_are_refused(services, path):
-    reply = await post(services, path, min_weight_version=3, weight_version={"min_version": 3})
-    assert reply.status_code == 422
-    assert "min_weight_version and weight_version are given" in reply.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("path", EVERY_ROUTE)
 @pytest.mark.parametrize("wanted", [{"exact_version": 8}, {"min_version": 9}])
 async def test_version_that_nobody_serves_is_a_retryable_409(chatting, path, wanted):
@@ -133,15 +115,6 @@ async def test_version_that_nobody_serves_is_a_retryable_409(chatting, path, wan
     error = reply.json()["error"]
     assert error["type"] == "VersionNotServed"
     assert error["detail"]["live"] == {"r1": 7} and error["detail"]["latest_version"] == 7
-
-
-async def test_client_asks_for_an_exact_version(services, engine):
-    async with client_of(services) as client:
-        await client.generate([5, 6], weight_version={"exact_version": 7})
-    async with client_of(replace(services, dispatcher=Dispatcher(Serving(7), Serving(7), EngineConfig()))) as client:
-        with pytest.raises(VersionNotServed, match="exact_version=6") as refused:
-            await client.generate([5, 6], weight_version={"exact_version": 6})
-    assert engine.calls[0].exact_weight_version == 7 and refused.value.detail["live"] == {"r1": 7}
 
 
 class Serving:

@@ -5,13 +5,10 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
-from httpx import ASGITransport
 from tokenizers.processors import TemplateProcessing
 
 from rollout_service.errors import ContextTooLong, InvalidRequest, NotFound
-from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.generate import generate
 from rollout_service.gateway.models import models
 from rollout_service.gateway.prompts import (
@@ -19,31 +16,29 @@ from rollout_service.gateway.prompts import (
     check_prompt,
     model_and_adapter,
     roll_out,
-    text_of,
     tokenize,
 )
-from rollout_service.protocol.generate import GenerateRequest, RolloutOptions
+from rollout_service.gateway.streams import text_of
+from rollout_service.protocol.generate import GenerateRequest
 from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.sampling import Sampling
 from tests.support.tokenizers import sentence_piece
-from tests.unit.gateway.chats import URL
+from tests.unit.gateway.fakes import http_to
 
 CONTEXT = 64
 
 
 class TestModelName:
-    async def test_another_model_is_not_found_and_the_served_one_is_named(self, services):
-        with pytest.raises(NotFound, match="'gpt' is not served here; 'tiny' is") as refused:
-            await model_and_adapter("gpt", None, services)
-        assert refused.value.detail == {"served": ["tiny"]}
-
     async def test_an_alias_is_the_served_model_and_is_listed(self, services):
         services = replace(services, aliases=("org/tiny", "policy"))
         reply = await generate(GenerateRequest(token_ids=(5, 6), model="policy"), services)
         assert reply["model"] == "policy"
         assert [card["id"] for card in (await models(services))["data"]] == ["tiny", "org/tiny", "policy"]
-        with pytest.raises(NotFound, match="'tiny' and 'org/tiny' and 'policy' is"):
+        with pytest.raises(
+            NotFound, match="'gpt' is not served here; 'tiny' and 'org/tiny' and 'policy' is"
+        ) as refused:
             await model_and_adapter("gpt", None, services)
+        assert refused.value.detail == {"served": ["tiny", "org/tiny", "policy"]}
 
 
 def ended(ids: tuple[int, ...], stop: str | None) -> Completion:
@@ -53,31 +48,12 @@ def ended(ids: tuple[int, ...], stop: str | None) -> Completion:
 
 
 class TestText:
-    @pytest.mark.parametrize(
-        ("text", "add", "number"),
-        [
-            ("<s>q", None, 1),
-            ("q", None, 1),
-            ("<s>q", True, 2),
-            ("<s>q", False, 1),
-            ("q", False, 0),
-            ("<s><s>q", None, 2),
-        ],
-    )
-    async def test_text_has_as_many_beginnings_of_sequence_as_meant(self, services, text, add, number):
-        tokenizer = sentence_piece()
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-        )
-        [ids] = await tokenize([text], replace(services, tokenizer=tokenizer), add)
-        assert ids.count(1) == number
-
     async def test_every_route_keeps_the_space_that_text_begins_with(self, services):
         tokenizer = sentence_piece()
         services = replace(services, tokenizer=tokenizer, vocab_size=len(tokenizer))
         ids = tokenizer.convert_tokens_to_ids(["x", "▁Paris"])  # the engine answers with these in reverse
         asked = {"token_ids": ids, "output_mode": "text"}
-        async with httpx.AsyncClient(transport=ASGITransport(app=create_app(services)), base_url=URL) as http:
+        async with http_to(services) as http:
             native = (await http.post("/inference/v1/generate", json=asked)).json()
             events = (await http.post("/inference/v1/generate", json=asked | {"stream": True})).text
             completions = (await http.post("/v1/completions", json={"prompt": ids, "logprobs": 0})).json()
@@ -91,7 +67,7 @@ class TestText:
         services.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)]
         )
-        async with httpx.AsyncClient(transport=ASGITransport(app=create_app(services)), base_url=URL) as http:
+        async with http_to(services) as http:
             for add, number in ((None, 1), (True, 2), (False, 1)):
                 option = {} if add is None else {"add_special_tokens": add}
                 asked = {"prompt": "<bos>ab", **option}
@@ -102,20 +78,26 @@ class TestText:
                 assert completions["choices"][0]["prompt_token_ids"].count(1) == number
 
     @pytest.mark.parametrize(
-        ("added", "text", "wanted"),
+        ("added", "text", "add", "wanted"),
         [
-            ("<bos> <eos> $A", "<bos><eos>ab", [1, 2]),  # GLM's texts begin with two tokens
-            ("<bos> <eos> $A", "ab", [1, 2]),
-            ("<bos> $A <eos>", "<bos>ab", [1, 2]),
-            ("$A", "<bos><bos>ab", [1, 1]),  # the tokenizer adds none
+            ("<bos> $A", "<bos>ab", None, [1]),
+            ("<bos> $A", "ab", None, [1]),
+            ("<bos> $A", "<bos>ab", True, [1, 1]),
+            ("<bos> $A", "<bos>ab", False, [1]),
+            ("<bos> $A", "ab", False, []),
+            ("<bos> $A", "<bos><bos>ab", None, [1, 1]),
+            ("<bos> <eos> $A", "<bos><eos>ab", None, [1, 2]),  # GLM's texts begin with two tokens
+            ("<bos> <eos> $A", "ab", None, [1, 2]),
+            ("<bos> $A <eos>", "<bos>ab", None, [1, 2]),
+            ("$A", "<bos><bos>ab", None, [1, 1]),  # the tokenizer adds none
         ],
     )
-    async def test_text_gets_no_second_start(self, services, added, text, wanted):
+    async def test_text_has_as_many_beginnings_of_sequence_as_meant(self, services, added, text, add, wanted):
         assert services.tokenizer is not None
         services.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single=added, pair=f"{added} $B", special_tokens=[("<bos>", 1), ("<eos>", 2)]
         )
-        [ids] = await tokenize([text], services)
+        [ids] = await tokenize([text], services, add)
         assert [token for token in ids if token in (1, 2)] == wanted
 
     async def test_special_tokens_are_left_out_of_text_unless_asked_for(self, services):
@@ -191,59 +173,44 @@ class TestCheckPrompt:
             check_prompt((0, 127, token, -5), Sampling(), services)
         assert refused.value.detail == {"position": 2, "token_id": token, "vocab_size": 128}
 
-    def test_stop_ids_outside_the_vocabulary_are_all_named(self, services):
-        with pytest.raises(InvalidRequest, match=r"stop_token_ids \[-1, 128\] are outside the vocabulary \[0, 128\)"):
-            check_prompt((5,), Sampling(stop_token_ids=(-1, 3, 128)), services)
-
     def test_a_prompt_that_leaves_no_room_is_refused(self, services):
         check_prompt((5,) * (CONTEXT - 1), Sampling(max_tokens=CONTEXT), services)
         with pytest.raises(ContextTooLong, match=f"{CONTEXT} tokens.*maximum context length of {CONTEXT}") as refused:
             check_prompt((5,) * CONTEXT, Sampling(max_tokens=1), services)
         assert refused.value.detail == {"prompt_tokens": CONTEXT, "max_model_len": CONTEXT}
 
-    def test_a_minimum_above_the_maximum_is_refused(self, services):
-        check_prompt((5,), Sampling(min_tokens=3, max_tokens=3), services)
-        with pytest.raises(InvalidRequest, match="min_tokens=4 is above max_tokens=3"):
-            check_prompt((5,), Sampling(min_tokens=4, max_tokens=3), services)
-
-    def test_a_minimum_above_what_the_context_leaves_is_refused(self, services):
-        check_prompt((5, 6), Sampling(min_tokens=CONTEXT - 2), services)
-        with pytest.raises(InvalidRequest, match=f"min_tokens={CONTEXT - 1} that is .* context length of {CONTEXT}"):
-            check_prompt((5, 6), Sampling(min_tokens=CONTEXT - 1), services)
-
-    @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-    def test_logprobs_are_bounded_by_the_engines_setting(self, services, name):
-        check_prompt((5,), Sampling.model_validate({name: 40}), replace(services, max_logprobs=40))
-        with pytest.raises(InvalidRequest, match=f"{name}=41.*at most 40 .*engine.max_logprobs"):
-            check_prompt((5,), Sampling.model_validate({name: 41}), replace(services, max_logprobs=40))
-        with pytest.raises(InvalidRequest, match=f"{name}=21.*at most 20 "):
-            check_prompt((5,), Sampling.model_validate({name: 21}), services)
+    @pytest.mark.parametrize(
+        ("taken", "refused", "why"),
+        [
+            ({"stop_token_ids": (0, 127)}, {"stop_token_ids": (-1, 3, 128)}, r"stop_token_ids \[-1, 128\] are outside"),
+            (
+                {"min_tokens": 3, "max_tokens": 3},
+                {"min_tokens": 4, "max_tokens": 3},
+                "min_tokens=4 is above max_tokens=3",
+            ),
+            ({"min_tokens": 62}, {"min_tokens": 63}, "min_tokens=63 that is .* context length of 64"),
+            ({"logprobs": 20}, {"logprobs": 21}, "logprobs=21.*at most 20 .*engine.max_logprobs"),
+            ({"prompt_logprobs": 20}, {"prompt_logprobs": 21}, "prompt_logprobs=21.*at most 20 "),
+        ],
+    )
+    def test_parameters_are_bounded_by_the_model_and_the_engine(self, services, taken, refused, why):
+        check_prompt((5, 6), Sampling.model_validate(taken), services)
+        with pytest.raises(InvalidRequest, match=why):
+            check_prompt((5, 6), Sampling.model_validate(refused), services)
 
 
 class TestRollOut:
     @pytest.mark.parametrize(
-        ("asked", "granted"), [(None, CONTEXT - 2), (CONTEXT - 3, CONTEXT - 3), (CONTEXT - 1, CONTEXT - 2), (10**6, 62)]
+        ("asked", "partial", "granted"),
+        [
+            (None, (), CONTEXT - 2),
+            (CONTEXT - 3, (), CONTEXT - 3),
+            (CONTEXT - 1, (), CONTEXT - 2),
+            (10**6, (7, 8, 9), CONTEXT - 5),
+        ],
     )
-    async def test_a_completion_gets_what_the_context_leaves(self, services, engine, asked, granted):
-        await roll_out((5, 6), Sampling(max_tokens=asked), services)
+    async def test_a_completion_gets_what_the_context_leaves(self, services, engine, asked, partial, granted):
+        first = await roll_out((5, 6), Sampling(max_tokens=asked), services, partial=partial)
         assert engine.calls[0].sampling.max_tokens == granted
-
-    async def test_a_continued_completion_gets_what_is_left(self, services, engine):
-        await roll_out((5, 6), Sampling(max_tokens=10**6), services, partial=(7, 8, 9))
-        assert engine.calls[0].sampling.max_tokens == CONTEXT - 5
-
-    async def test_a_rollout_hands_on_what_was_asked(self, services, engine):
-        sampling = Sampling(n=2, max_tokens=4, temperature=0.5)
-        rollout = await roll_out((5, 6), sampling, services, RolloutOptions(request_id="mine", min_weight_version=3))
-        call = engine.calls[0]
-        assert (call.request_id, call.prompt_token_ids, call.sampling, call.min_weight_version) == (
-            "mine",
-            (5, 6),
-            sampling,
-            3,
-        )
-        assert rollout.request_id == "mine" and len(rollout.completions) == 2
-
-    async def test_rollouts_without_an_id_get_one_each(self, services, engine):
-        first, second = [await roll_out((5,), Sampling(), services) for _ in range(2)]
+        second = await roll_out((5, 6), Sampling(), services)
         assert first.request_id != second.request_id

@@ -70,18 +70,18 @@ async def test_the_client_gives_them_by_token(routing):
             (await client.generate([5, 6, 7])).routed_experts()
 
 
-async def test_a_stream_of_routed_experts_is_refused(routing):
+@pytest.mark.parametrize("asked", [{"return_routed_experts": True}, {"routed_experts_prompt_start": 0}], ids=str)
+async def test_a_stream_of_routed_experts_is_refused(routing, asked):
     async with client_of(routing) as client:
-        with pytest.raises(InvalidRequest, match="leave out one of them"):
-            await client.generate_stream([5, 6, 7], return_routed_experts=True).open()
+        with pytest.raises(InvalidRequest, match=r"not in a stream: leave out one of them"):
+            await client.generate_stream([5, 6, 7], **asked).open()
 
 
-async def test_a_deployment_without_them_refuses_who_asks_and_ignores_who_says_what_is_known(services):
-    async with http_to(services) as http:
-        asked = await http.post("/v1/completions", json={"prompt": [5, 6], "return_routed_experts": True})
-        known = await http.post(
-            "/inference/v1/generate", json={"token_ids": [5], "sampling_params": {"routed_experts_prompt_start": 1}}
-        )
+async def test_a_deployment_without_them_refuses_who_asks_and_ignores_who_says_what_is_known(http):
+    asked = await http.post("/v1/completions", json={"prompt": [5, 6], "return_routed_experts": True})
+    known = await http.post(
+        "/inference/v1/generate", json={"token_ids": [5], "sampling_params": {"routed_experts_prompt_start": 1}}
+    )
     assert asked.status_code == 422 and "engine.return_routed_experts" in asked.json()["error"]["message"]
     assert known.status_code == 200 and "routed_experts" not in known.json()["choices"][0]
 

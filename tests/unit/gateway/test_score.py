@@ -1,34 +1,18 @@
 """Logprobs of given tokens, as a teacher gives them."""
 
 import base64
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
-import httpx
 import numpy as np
 import pytest
 
-from rollout_service.client import RolloutClient
 from rollout_service.errors import InvalidRequest
-from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.sampling import Scoring
-from tests.unit.gateway.fakes import EchoEngine, client_of, http_to
+from tests.unit.gateway.fakes import EchoEngine, http_to
 
 TOKENS = [5, 6, 7, 8]
 SCORES = CompactLogprobs.of([7, 3, 8, 4], [-0.5, -0.25, -1.5, -0.125], [0, 2, 4], 1)
-
-
-@pytest.fixture
-async def http(services: Services) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_to(services) as made:
-        yield made
-
-
-@pytest.fixture
-async def client(services: Services) -> AsyncIterator[RolloutClient]:
-    async with client_of(services) as made:
-        yield made
 
 
 @pytest.fixture

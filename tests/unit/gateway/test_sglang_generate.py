@@ -1,6 +1,6 @@
 """SGLang's ``/generate``, from the bodies of slime 624b824 and AReaL cbff54d."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +8,7 @@ import pytest
 from rollout_service.config.engine import EngineConfig
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
-from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
-from rollout_service.protocol.sampling import GenerateCall
+from tests.unit.gateway.chats import ScriptedEngine, ids
 from tests.unit.gateway.fakes import http_to
 
 SLIME = {
@@ -52,35 +51,6 @@ ROUTED = {
     "return_entropy": False,
 }
 """What sglang-router 0.3.2 makes of it."""
-
-
-@dataclass
-class Ending:
-    """An engine whose completions end as they are told to."""
-
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    tokens: tuple[int, ...]
-    calls: list[GenerateCall] = field(default_factory=list)
-
-    async def generate(self, call: GenerateCall) -> Rollout:
-        self.calls.append(call)
-        split = len(self.tokens) // 2
-        spans = [Span(version=v, start=a, end=b) for v, a, b in ((7, 0, split), (8, split, len(self.tokens))) if b > a]
-        completion = Completion(
-            index=0,
-            token_ids=self.tokens,
-            logprobs=(-0.5,) * len(self.tokens),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            spans=tuple(spans),
-        )
-        return Rollout(
-            request_id=call.request_id,
-            prompt_token_ids=call.prompt_token_ids,
-            completions=(completion,),
-            replica_id="r1",
-        )
 
 
 async def post(services: Services, body: Any, engine: Any = None, headers: dict[str, str] | None = None) -> Any:
@@ -160,20 +130,18 @@ async def test_text_is_tokenized(services, engine):
 
 
 @pytest.mark.parametrize(
-    ("reason", "stop_reason", "tokens", "sampling", "told", "text"),
+    ("stop_reason", "sampling", "told", "text"),
     [
-        ("stop", "3", "123", {}, {"type": "stop", "matched": "3"}, "12"),
-        ("stop", "3", "123", {"no_stop_trim": True}, {"type": "stop", "matched": "3"}, "123"),
-        ("stop", "id of 3", "123", {}, {"type": "stop", "matched": "id of 3"}, "12"),
-        ("stop", "id of 3", "123", {"no_stop_trim": True}, {"type": "stop", "matched": "id of 3"}, "123"),
-        ("stop", None, "123", {}, {"type": "stop", "matched": "id of 3"}, "12"),
-        ("length", None, "123", {}, {"type": "length", "length": 3}, "123"),
+        ("3", {}, {"type": "stop", "matched": "3"}, "12"),
+        ("3", {"no_stop_trim": True}, {"type": "stop", "matched": "3"}, "123"),
+        ("id of 3", {}, {"type": "stop", "matched": "id of 3"}, "12"),
+        ("id of 3", {"no_stop_trim": True}, {"type": "stop", "matched": "id of 3"}, "123"),
+        (None, {}, {"type": "stop", "matched": "id of 3"}, "12"),
     ],
 )
-async def test_how_a_completion_ended_is_told_and_trimmed(services, reason, stop_reason, tokens, sampling, told, text):
-    ids = tuple(services.tokenizer.encode(tokens))
-    three = services.tokenizer.encode("3")[0]
-    engine = Ending(reason, three if stop_reason == "id of 3" else stop_reason, ids)
+async def test_how_a_completion_ended_is_told_and_trimmed(services, stop_reason, sampling, told, text):
+    *_, three = ids = tuple(services.tokenizer.encode("123"))
+    engine = ScriptedEngine(tokens=ids, stop_reason=three if stop_reason == "id of 3" else stop_reason)
     told = {key: three if value == "id of 3" else value for key, value in told.items()}
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 8, **sampling}}
     reply = (await post(services, body, engine)).json()
@@ -181,16 +149,14 @@ async def test_how_a_completion_ended_is_told_and_trimmed(services, reason, stop
     assert reply["text"] == text and reply["output_ids"] == list(ids)
 
 
-@pytest.mark.parametrize("tokens", ["1234", ""])
-async def test_an_aborted_completion_comes_back_as_it_is(services, tokens):
-    ids = tuple(services.tokenizer.encode(tokens)) if tokens else ()
-    engine = Ending("abort", None, ids)
+@pytest.mark.parametrize(("cut_after", "version"), [(4, "4"), (0, None)])
+async def test_an_aborted_completion_comes_back_as_it_is(services, cut_after, version):
+    engine = ScriptedEngine(cut_after=cut_after)
     reply = (await post(services, {"input_ids": [5], "sampling_params": {"max_new_tokens": 8}}, engine)).json()
-    assert reply["meta_info"]["finish_reason"]["type"] == "abort" and reply["output_ids"] == list(ids)
     meta = reply["meta_info"]
-    assert meta.get("weight_version") == ("8" if tokens else None)  # of the last token
-    assert meta.get("weight_version_end") == (8 if tokens else None)
-    assert len(engine.calls) == 1
+    assert meta["finish_reason"]["type"] == "abort" and reply["output_ids"] == list(ids("hello")[:cut_after])
+    assert meta.get("weight_version") == version  # of the last token
+    assert meta.get("weight_version_end") == (4 if version else None) and len(engine.calls) == 1
 
 
 @pytest.mark.parametrize(

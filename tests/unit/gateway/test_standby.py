@@ -46,11 +46,11 @@ async def proxy(port: int) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def standby(options: HTTPOptions, app: ASGIApp | None = None) -> AsyncIterator[Standby]:
+async def standby(port: int, app: ASGIApp | None = None, host: str = "127.0.0.1") -> AsyncIterator[Standby]:
     """A gateway's standby that looks all the time, until the block ends."""
 
     async def here() -> HTTPOptions:
-        return options
+        return HTTPOptions(host=host, port=port)
 
     made = Standby(app or says("gateway"), here, lambda _: asyncio.sleep(0.01))
     watching = asyncio.create_task(made.watch())
@@ -96,7 +96,7 @@ async def until(wanted: str, ask: Callable[[], Awaitable[str]]) -> None:
 
 
 async def test_the_gateway_answers_while_the_proxy_is_away(port):
-    async with standby(HTTPOptions(host="127.0.0.1", port=port)):
+    async with standby(port):
         async with proxy(port):
             await until("proxy", lambda: answer(port))
         await until("gateway", lambda: answer(port))
@@ -118,7 +118,7 @@ async def test_a_request_whose_client_leaves_is_cancelled(port):
         finally:
             left.set()
 
-    async with asyncio.timeout(LONG_S), standby(HTTPOptions(host="127.0.0.1", port=port), never):
+    async with asyncio.timeout(LONG_S), standby(port, never):
         async with proxy(port):
             await until("proxy", lambda: answer(port))
         _, writer = await connected(port)
@@ -137,7 +137,7 @@ async def test_a_long_body_arrives_whole_and_what_follows_the_reply_is_not_cance
         if scope["method"] == "POST":
             await said.put((await receive())["type"])
 
-    async with asyncio.timeout(LONG_S), standby(HTTPOptions(host="127.0.0.1", port=port), echo):
+    async with asyncio.timeout(LONG_S), standby(port, echo):
         async with proxy(port):
             await until("proxy", lambda: answer(port))
         await until("", lambda: answer(port))
@@ -162,7 +162,7 @@ def test_a_gateway_that_gives_way_answers_every_connection(port, loop, turns):
     """However far it has come with them, in both event loops that Ray's actors may have."""
 
     async def give_way() -> None:
-        async with standby(HTTPOptions(host="127.0.0.1", port=port)) as ending:
+        async with standby(port) as ending:
             async with proxy(port):
                 await until("proxy", lambda: answer(port))
             await until("gateway", lambda: answer(port))
@@ -190,26 +190,12 @@ def asked_without_the_loop(port: int) -> socket.socket:
 
 
 async def test_a_node_that_never_had_a_proxy_gets_no_standby(port):
-    looks = 0
-
-    async def looked(_: float) -> None:
-        nonlocal looks
-        looks += 1
-        await asyncio.sleep(0)
-
-    async def here() -> HTTPOptions:
-        return HTTPOptions(host="127.0.0.1", port=port)
-
-    watching = asyncio.create_task(Standby(says("gateway"), here, looked).watch())
-    async with asyncio.timeout(LONG_S):
-        while looks < 5:
-            await asyncio.sleep(0.01)
-    assert await answer(port) == "nobody"
-    watching.cancel()
+    async with standby(port):
+        await until("nobody", lambda: answer(port))
 
 
 async def test_a_gateway_that_ends_listens_no_more(port):
-    async with standby(HTTPOptions(host="0.0.0.0", port=port)) as ending:
+    async with standby(port, host="0.0.0.0") as ending:
         async with proxy(port):
             await until("proxy", lambda: answer(port))
         await until("gateway", lambda: answer(port))

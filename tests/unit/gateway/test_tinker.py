@@ -10,17 +10,31 @@ import pytest
 from rollout_service.errors import InvalidRequest, NotReady, SampleGone, TooManySamples
 from rollout_service.gateway import tinker_samples
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.tinker_reply import sample_response
+from rollout_service.gateway.tinker import Sample, Tensor, sample_response
 from rollout_service.gateway.tinker_samples import KEPT_S, Samples
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.sampling import Scoring
-from rollout_service.protocol.tinker import Sample, Tensor
 from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.gateway.fakes import http_to
 
 PROMPT = [5, 6, 7]
+SAMPLE: dict[str, Any] = {
+    "sampling_session_id": "s",
+    "seq_id": 0,
+    "prompt": {"chunks": [{"tokens": PROMPT}]},
+    "sampling_params": {},
+}
+EMPTY = Completion(index=0, token_ids=(), logprobs=(), finish_reason="stop", spans=())
 Post = Callable[..., Awaitable[Any]]
+
+
+def of(*completions: Completion) -> Rollout:
+    return Rollout(request_id="r", prompt_token_ids=tuple(PROMPT), completions=completions, replica_id="a")
+
+
+def asked(**fields: object) -> Sample:
+    return Sample.model_validate(SAMPLE | fields)
 
 
 @pytest.fixture
@@ -37,8 +51,7 @@ async def sample(post: Post, **fields: object) -> Any:
     session = (await post("create_session")).json()["session_id"]
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
     sampler = (await post("create_sampling_session", **body)).json()["sampling_session_id"]
-    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": PROMPT}]}}
-    told = await post("asample", **body, **{"sampling_params": {}, **fields})
+    told = await post("asample", **(SAMPLE | {"sampling_session_id": sampler} | fields))
     assert told.status_code == 200, told.text
     return await post("retrieve_future", request_id=told.json()["request_id"])
 
@@ -63,32 +76,16 @@ async def test_stop_reaches_the_engine(post, engine, stop, expected):
 
 @pytest.mark.parametrize(("end", "told"), [("stop", 0), ("length", 1), ("abort", 1)])
 def test_a_sample_cut_short_is_not_told_as_complete(end, told):
-    completion = Completion(index=0, token_ids=(), logprobs=(), finish_reason=end, spans=())
-    rollout = Rollout(request_id="r", prompt_token_ids=(5,), completions=(completion,), replica_id="a")
-    asked = Sample.model_validate(
-        {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}}
-    )
-    assert sample_response(rollout, asked)[2:4] == bytes([8, told])
-
-
-@pytest.mark.parametrize("number", [0, 4097, 10**9])
-async def test_as_many_samples_as_a_request_may_have(post, engine, number):
-    body = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}}
-    told = await post("asample", **body, num_samples=number)
-    assert told.status_code in (400, 422) and "num_samples" in told.text and not engine.calls
+    assert sample_response(of(EMPTY.model_copy(update={"finish_reason": end})), asked())[2:4] == bytes([8, told])
 
 
 def test_more_prompt_logprobs_than_there_are_are_all():
-    completion = Completion(
-        index=0, token_ids=(), logprobs=(), finish_reason="stop", spans=(),
-        prompt_logprobs=(None, ((6, -1.0, 1),), ((7, -2.0, 1),)),
-    )  # fmt: skip
-    rollout = Rollout(request_id="r", prompt_token_ids=(5, 6, 7), completions=(completion,), replica_id="a")
+    rollout = of(
+        EMPTY.model_copy(update={"prompt_logprobs": (None, (Candidate(6, -1.0, 1),), (Candidate(7, -2.0, 1),))})
+    )
 
     def told(last_n: int) -> bytes:
-        fields = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": [5]}]}}
-        asked = {"sampling_params": {}, "prompt_logprobs": True, "prompt_logprobs_last_n": last_n}
-        return sample_response(rollout, Sample.model_validate(fields | asked))
+        return sample_response(rollout, asked(prompt_logprobs=True, prompt_logprobs_last_n=last_n))
 
     assert told(3) == told(4) == told(6) != told(1)
 
@@ -104,7 +101,7 @@ async def test_target_tokens_are_scored_beside_the_prompt(post, engine):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"target_prompt_logprobs": {"data": [3, 4], "dtype": "int64", "shape": [2, 1]}, "prompt_logprobs": True},
         {"prompt_logprobs": True},
@@ -112,27 +109,18 @@ async def test_target_tokens_are_scored_beside_the_prompt(post, engine):
     ],
     ids=["targets", "own", "top"],
 )
-def test_logprobs_of_the_prompt_come_from_any_completion(asked):
+def test_logprobs_of_the_prompt_come_from_any_completion(fields):
     """The first one's replica was lost after it ended, or its continuation has failed."""
-    lost = Completion(index=0, token_ids=(), logprobs=(), finish_reason="abort", spans=())
-    whole = lost.model_copy(
-        update={
-            "index": 1,
-            "finish_reason": "stop",
-            "prompt_logprobs": (None, (Candidate(6, -1.0, 2), Candidate(9, -0.5, 1)), (Candidate(7, -2.0, 1),)),
-            "scores": CompactLogprobs.of([6, 3, 7, 4], [-1.0, -1.5, -2.0, -2.5], [0, 2, 4], 0),
-        }
-    )
-    fields = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": PROMPT}]}}
-    sample = Sample.model_validate(fields | {"sampling_params": {}} | asked)
-
-    def told(*completions: Completion) -> bytes:
-        rollout = Rollout(request_id="r", prompt_token_ids=(5, 6, 7), completions=completions, replica_id="a")
-        return sample_response(rollout, sample)
-
-    assert told(lost, whole).endswith(told(whole))
+    lost, sample = EMPTY.model_copy(update={"finish_reason": "abort"}), asked(**fields)
+    found = {
+        "index": 1,
+        "prompt_logprobs": (None, (Candidate(6, -1.0, 2), Candidate(9, -0.5, 1)), (Candidate(7, -2.0, 1),)),
+        "scores": CompactLogprobs.of([6, 3, 7, 4], [-1.0, -1.5, -2.0, -2.5], [0, 2, 4], 0),
+    }
+    whole = EMPTY.model_copy(update=found)
+    assert sample_response(of(lost, whole), sample).endswith(sample_response(of(whole), sample))
     with pytest.raises(NotReady, match=r"r lost its replica .*: send it again"):
-        told(lost, lost)
+        sample_response(of(lost, lost), sample)
 
 
 @pytest.mark.parametrize(
@@ -181,23 +169,6 @@ def test_indices_that_are_no_matrix_are_refused(crow):
         targets.rows()
 
 
-async def test_repeated_sample_runs_once_and_results_expire():
-    now, made = 0.0, list[int]()
-    samples = Samples(clock=lambda: now)
-
-    async def make() -> bytes:
-        made.append(1)
-        return b"result"
-
-    samples.start("a", make)
-    samples.start("a", make)
-    assert await samples.result("a") == await samples.result("a") == b"result" and made == [1]
-    now = KEPT_S + 1
-    samples.start("b", make)
-    with pytest.raises(SampleGone):
-        await samples.result("a")
-
-
 async def test_samples_that_nobody_polls_are_cancelled(monkeypatch):
     monkeypatch.setattr(tinker_samples, "POLL_S", 0.0)
     now, cancelled = 0.0, list[str]()
@@ -220,12 +191,13 @@ async def test_samples_that_nobody_polls_are_cancelled(monkeypatch):
     assert cancelled == ["left"] and await samples.result("polled") is None
 
 
-def test_samples_expire_though_no_other_comes():
+def test_samples_run_once_and_expire_though_no_other_comes():
     async def program() -> None:
-        loop, cancelled = asyncio.get_running_loop(), list[bool]()
+        loop, cancelled, made = asyncio.get_running_loop(), list[bool](), list[bool]()
         samples = Samples(clock=loop.time)
 
         async def ready() -> bytes:
+            made.append(True)
             return b"ready"
 
         async def wait() -> bytes:
@@ -237,9 +209,11 @@ def test_samples_expire_though_no_other_comes():
 
         for number in (1, 2):
             samples.start("ready", ready)
+            samples.start("ready", ready)
             samples.start("left", wait)
             await asyncio.sleep(KEPT_S - 1)
-            assert await samples.result("ready") == b"ready" and len(cancelled) == number - 1
+            assert await samples.result("ready") == await samples.result("ready") == b"ready"
+            assert len(made) == number and len(cancelled) == number - 1
             await asyncio.sleep(3)
             with pytest.raises(SampleGone):
                 await samples.result("ready")
@@ -294,9 +268,15 @@ async def test_full_gateway_forgets_results_and_refuses_more(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("field", "most"), [({"prompt": {"chunks": [0] * 100}}, 1), ({"sampling_params": {"stop": [1.5] * 100}}, 3)]
+    ("field", "most"),
+    [
+        ({"prompt": {"chunks": [0] * 100}}, 1),
+        ({"sampling_params": {"stop": [1.5] * 100}}, 3),
+        ({"num_samples": 0}, 1),
+        ({"num_samples": 4097}, 1),
+    ],
 )
-async def test_a_long_list_has_the_problems_of_its_first_entry(post, field, most):
-    body = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": PROMPT}]}, "sampling_params": {}}
-    reply = await post("asample", **(body | field))
+async def test_a_sample_out_of_bounds_has_few_problems(post, engine, field, most):
+    reply = await post("asample", **(SAMPLE | field))
     assert reply.status_code == 422 and reply.json()["error"]["detail"]["problems"] <= most, reply.text
+    assert next(iter(field)) in reply.text and not engine.calls

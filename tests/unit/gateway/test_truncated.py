@@ -25,12 +25,9 @@ MARKS = [(sampling, True) for sampling in TRUNCATED] + [(sampling, False) for sa
 
 
 @pytest.mark.parametrize(("sampling", "marked"), MARKS, ids=str)
-async def test_a_reply_says_whether_its_sampling_was_truncated(services, sampling, marked):
-    async with http_to(services) as http:
-        generated = await http.post(
-            "/inference/v1/generate", json={"token_ids": [5, 6, 7], "sampling_params": sampling}
-        )
-        completed = await http.post("/v1/completions", json={"prompt": [5, 6, 7], **sampling})
+async def test_a_reply_says_whether_its_sampling_was_truncated(http, sampling, marked):
+    generated = await http.post("/inference/v1/generate", json={"token_ids": [5, 6, 7], "sampling_params": sampling})
+    completed = await http.post("/v1/completions", json={"prompt": [5, 6, 7], **sampling})
     assert generated.json()["truncated_sampling"] is marked
     assert completed.json()["truncated_sampling"] is marked
 
@@ -90,9 +87,3 @@ async def test_masks_come_back_with_the_choices_and_to_the_client(masking):
     async with client_of(masking) as client:
         rollout = await client.generate([5, 6], top_k=3)
     assert rollout.completions[0].packed_sampling_mask == ("chunk",)
-
-
-async def test_without_masks_no_reply_mentions_them(services):
-    async with http_to(services) as http:
-        reply = await http.post("/inference/v1/generate", json={"token_ids": [5, 6]})
-    assert "packed_sampling_mask" not in reply.json()["choices"][0]

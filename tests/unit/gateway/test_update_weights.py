@@ -1,5 +1,6 @@
-"""prime-rl's admin plane, from the bodies that it sends (559b447): pause, update_weights, resume."""
+"""Updates from a folder: prime-rl's admin plane, from the bodies that it sends (559b447), and what all APIs share."""
 
+import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.update_weights import number_of, update_from_folder
 from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.weights import WeightStatus
 from tests.unit.gateway.fakes import FolderIngest, http_to
 
 
@@ -83,3 +86,52 @@ async def test_only_what_a_repeat_may_cure_is_a_5xx(services, kind, status):
     reply = await post(services, {"weight_dir": "/out/step_7"}, FolderIngest(kind("why")))
     assert reply.status_code == status
     assert reply.json()["error"]["type"] == kind.__name__ and reply.json()["error"]["message"] == "why"
+
+
+class SlowIngest:
+    """Never ends."""
+
+    async def push_folder(self, *_: object) -> WeightStatus:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("folder", "number"),
+    [
+        ("/out/broadcasts/step_7", 7),
+        ("/out/broadcasts/step_7/", 7),
+        ("/out/global_step_40", 40),
+        ("/tmp/weight_v000007", 7),
+        ("/out/weight_update_v12", 12),
+        ("/out/step_0", 0),
+        ("/out/qwen_2025", None),
+        ("/out/step_7/hf", None),
+        ("/out/my_weight_v7", None),
+        ("/out/step_" + "9" * 16, None),
+        ("/", None),
+    ],
+)
+def test_the_number_that_a_folder_s_name_tells(folder, number):
+    assert number_of(folder) == number
+
+
+@pytest.mark.parametrize(
+    ("folder", "label", "told"),
+    [
+        ("/out/broadcasts/step_7", None, "step_7"),
+        ("/out/broadcasts/7", None, None),
+        ("/out/a folder", None, None),
+        ("/out/" + "x" * 129, None, None),
+        ("/out/step_7", "run-7/step-7", "run-7/step-7"),
+    ],
+)
+async def test_a_version_is_labelled_by_its_folder(services, folder, label, told):
+    ingest = FolderIngest()
+    await update_from_folder(replace(services, ingest=ingest), folder, label=label)
+    assert ingest.labels == [told]
+
+
+async def test_the_wait_for_a_conversion_ends(services):
+    with pytest.raises(CommitTimeout, match=r"still being read and converted after 0\.01 s"):
+        await update_from_folder(replace(services, ingest=SlowIngest()), "/out/step_7", timeout_s=0.01)

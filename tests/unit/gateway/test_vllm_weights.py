@@ -1,4 +1,4 @@
-"""vLLM's weight-transfer routes: bodies and replies as its clients know them, and what is refused."""
+"""vLLM's weight-transfer routes, as its clients know them, and the weight routes that only ask."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,10 @@ import pytest
 
 from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.gateway.dependencies import Services
+from rollout_service.protocol.base import MAX_VERSION
+from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
+from rollout_service.protocol.upload import LARGEST_PART_BYTES, TrainerRecipe
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
 from tests.unit.gateway.fakes import http_to
@@ -80,33 +83,26 @@ async def http(services: Services, ingest: Ingest) -> AsyncIterator[httpx.AsyncC
         yield http
 
 
-async def test_the_four_phases_of_an_update(http, ingest):
+@pytest.mark.parametrize(
+    ("start", "finish", "label"),
+    [
+        ({}, {"json": {"weight_version": "5"}}, "5"),
+        ({"json": {}}, {"json": {}}, None),  # TRL
+        ({"json": {"is_checkpoint_format": True}}, {}, None),  # TRL async, SkyRL
+    ],
+)
+async def test_the_four_phases_of_an_update(http, ingest, start, finish, label):
     replies = [
         await http.post("/init_weight_transfer_engine", json={"init_info": INIT}),
-        await http.post("/start_weight_update"),
+        await http.post("/start_weight_update", **start),
         await http.post("/update_weights", json={"update_info": TENSORS}),
-        await http.post("/finish_weight_update", json={"weight_version": "5"}),
+        await http.post("/finish_weight_update", **finish),
         await http.post("/shutdown_weight_transfer_engine"),
     ]
     assert [reply.status_code for reply in replies] == [200] * 5
     assert all(isinstance(reply.json()["message"], str) for reply in replies)
     assert replies[3].json()["weight_version"] == "5"
-    assert ingest.asked == [TransferInit.model_validate(INIT), "start", TENSORS, "5", "shutdown"]
-
-
-@pytest.mark.parametrize("body", [{}, {"is_checkpoint_format": True}, None], ids=["TRL", "TRL async", "vLLM"])
-async def test_trainers_send_various_bodies_with_a_start(http, ingest, body):
-    assert (await http.post("/start_weight_update", json=body) if body is not None else
-            await http.post("/start_weight_update")).status_code == 200  # fmt: skip
-    assert ingest.asked == ["start"]
-
-
-@pytest.mark.parametrize("body", [{}, None], ids=["TRL", "TRL async, SkyRL"])
-async def test_a_finish_may_name_no_version(http, ingest, body):
-    reply = await (
-        http.post("/finish_weight_update") if body is None else http.post("/finish_weight_update", json=body)
-    )
-    assert reply.status_code == 200 and ingest.asked == [None]
+    assert ingest.asked == [TransferInit.model_validate(INIT), "start", TENSORS, label, "shutdown"]
 
 
 @pytest.mark.parametrize(
@@ -220,3 +216,41 @@ async def test_sglang_s_checker_compares_with_a_snapshot(http, ingest):
 async def test_sglang_s_checker_refuses_by_name(http, action, options, problem):
     status, reply = await check(http, action, **options)
     assert status == 400 and problem in reply["message"]
+
+
+RECIPE = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a", "b"), experts=ExpertNaming())
+
+
+class KnowsRecipe:
+    async def recipe(self) -> TrainerRecipe:
+        return RECIPE
+
+
+async def test_the_recipe_is_no_version(services):
+    async with http_to(replace(services, ingest=KnowsRecipe())) as http:
+        reply = await http.get("/v1/weights/recipe")
+        assert reply.status_code == 200
+        assert TrainerRecipe.model_validate_json(reply.content) == RECIPE
+
+
+async def test_a_part_larger_than_any_is_refused_before_it_is_read(services):
+    async with http_to(replace(services, ingest=None)) as http:  # it is asked for nothing
+        size = {"Content-Length": str(LARGEST_PART_BYTES + 1)}
+        reply = await http.put("/v1/weights/1/parts/0", content=b"", headers=size)
+        assert reply.status_code == 413 and reply.json()["error"]["detail"] == {"limit_bytes": LARGEST_PART_BYTES}
+
+
+@pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 10**255])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/weights/{}"),
+        ("DELETE", "/v1/weights/{}"),
+        ("POST", "/v1/weights/{}/commit"),
+        ("PUT", "/v1/weights/{}/parts/0"),
+        ("GET", "/v1/mismatch?version={}"),
+    ],
+)
+async def test_a_version_out_of_bounds_is_refused_by_every_route(http, method, path, version):
+    reply = await http.request(method, path.format(version))
+    assert reply.status_code == 422 and "version" in reply.json()["error"]["message"]

@@ -23,24 +23,15 @@ def test_each_line_of_nvidia_smi_is_a_gpu(program):
     assert small.uuid == "GPU-11111111-512d" and machine.is_gpu_host()
 
 
-def test_nvidia_smi_is_asked_for_these_columns(program):
-    program("nvidia-smi", 'echo "$@" >&2; exit 3')
-    with pytest.raises(OSError, match=r"memory\.free,compute_cap,driver_version,uuid --format=csv,noheader,nounits"):
-        nvidia_smi.gpus()
-
-
 def test_without_nvidia_smi_there_are_no_gpus(program):
     assert nvidia_smi.gpus() == () == nvidia_smi.holders() and not machine.is_gpu_host()
 
 
 def test_a_driver_that_fails_is_told(program):
-    program("nvidia-smi", "echo Failed to initialize NVML: Driver/library version mismatch; exit 18")
-    with pytest.raises(OSError, match="exit status 18: Failed to initialize NVML: Driver/library version mismatch"):
+    program("nvidia-smi", 'echo "Failed to initialize NVML: $@"; exit 18')
+    with pytest.raises(OSError, match=r"exit status 18: Failed .*,uuid --format=csv,noheader,nounits"):
         nvidia_smi.gpus()
     assert machine.is_gpu_host()
-
-
-def test_what_nvidia_smi_does_not_know_is_told():
     with pytest.raises(ValueError, match=r"'0, GB10, \[N/A\].*' *, which is not index, name"):
         nvidia_smi.gpus_from("0, GB10, [N/A], [N/A], 12.1, 580.1, GPU-a")
 

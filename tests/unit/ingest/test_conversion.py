@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_service.ingest.bucket import Bucket
-from rollout_service.ingest.conversion import Conversion
+from rollout_service.ingest.conversion import Bucket, Conversion
 from rollout_service.model.convert import Converter
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.protocol.upload import TrainerRecipe

@@ -4,6 +4,7 @@ import gc
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ RECIPE = TrainerRecipe(
     experts=ExpertNaming(),
 )
 INT8 = RECIPE.model_copy(update={"weights": "int8_channel"})
+POWERS = RECIPE.model_copy(update={"scales": "power_of_two"})
 FP8_BY_CHANNEL = RECIPE.model_copy(update={"weights": "fp8_channel"})
 WEIGHTS = {
     "embed": torch.randn(7, 5),
@@ -58,46 +60,23 @@ def looked_at_together(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 class RecordingQuantizer(Quantizer):
-    """The real one; keeps the names of each call."""
+    """Keeps the devices of the weights of each call; quantizes those on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[list[str]] = []
 
-    def quantize(
-        self,
-        weights: Sequence[Named],
-        *,
-        to_cpu: bool = False,
-        left_on_gpu: bool = False,
-        checks: DeferredChecks | None = None,
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        self.calls.append([name for name, _ in weights])
-        return super().quantize(weights, to_cpu=to_cpu, left_on_gpu=left_on_gpu, checks=checks)
+    def quantize(self, weights: Sequence[Named], **how: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if weights:
+            self.calls.append([str(weight.device) for _, weight in weights])
+        if any(weight.device.type == "meta" for _, weight in weights):
+            return [(weight, weight) for _, weight in weights]
+        return super().quantize(weights, **how)
 
 
 def recording(converter: Converter) -> RecordingQuantizer:
     converter._quantizer = quantizer = RecordingQuantizer()
     return quantizer
-
-
-class Unable(Quantizer):
-    """Keeps what it is called with, and makes nothing of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[list[str]] = []
-
-    def quantize(
-        self,
-        weights: Sequence[Named],
-        *,
-        to_cpu: bool = False,
-        left_on_gpu: bool = False,
-        checks: DeferredChecks | None = None,
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        self.calls.append([str(weight.device) for _, weight in weights])
-        return [(weight, weight) for _, weight in weights]
 
 
 class Memory:
@@ -146,21 +125,17 @@ class TestConvert:
         )
         assert tuple(converter.table(begin_of(1, once).tensors)) == begin_of(1, once).tensors
 
-    def test_experts_are_quantized_in_few_calls(self):
-        converter = Converter(RECIPE)
-        quantizer = recording(converter)
-        list(converter.convert(WEIGHTS.items()))
-        assert [len(names) for names in quantizer.calls] == [10]
-
-    def test_a_batch_ends_before_it_grows_too_large(self):
-        converter = Converter(RECIPE, batch_bytes=2 * 256 * 128 * 2)  # two experts' gate and up
-        quantizer = recording(converter)
-        list(converter.convert([(f"{EXPERTS}.gate_up_proj", WEIGHTS[f"{EXPERTS}.gate_up_proj"])]))
-        assert [len(names) for names in quantizer.calls] == [4, 2]
+    def test_few_calls_quantize_experts_and_a_batch_ends_before_it_grows_too_large(self):
+        stacked = [(f"{EXPERTS}.gate_up_proj", WEIGHTS[f"{EXPERTS}.gate_up_proj"])]
+        two_experts = 2 * 256 * 128 * 2
+        for batch_bytes, tensors, calls in ((1 << 28, WEIGHTS.items(), [10]), (two_experts, stacked, [4, 2])):
+            quantizer = recording(converter := Converter(RECIPE, batch_bytes=batch_bytes))
+            list(converter.convert(tensors))
+            assert [len(devices) for devices in quantizer.calls] == calls
 
     def test_a_batch_lies_on_one_device(self):
         converter = Converter(RECIPE)
-        converter._quantizer = quantizer = Unable()
+        quantizer = recording(converter)
         devices = ("cpu", "cpu", "meta", "cpu")
         list(converter.convert(("q", torch.zeros(2, 2, device=device)) for device in devices))
         assert quantizer.calls == [["cpu", "cpu"], ["meta"], ["cpu"]]
@@ -194,40 +169,46 @@ class TestConvert:
         assert not stored["q_scale_inv"].requires_grad
 
 
+def with_value(tensor: torch.Tensor, index: tuple[int, ...], value: float) -> torch.Tensor:
+    copy = tensor.clone()
+    copy[index] = value
+    return copy
+
+
+CODES, SCALES = quantize_blockwise(WEIGHTS["q"])
+INT8_CODES, INT8_SCALES = INT8_CHANNEL.quantize(WEIGHTS["q"])
+FP8_CODES, FP8_SCALES = FP8_CHANNEL.quantize(WEIGHTS["q"])
+NAN, INF = float("nan"), float("inf")
+NOT_POSITIVE, NOT_NORMAL = "scale that is not a positive number", "that fp32 cannot hold as a normal number"
+REFUSED: list[tuple[TrainerRecipe, str, torch.Tensor, tuple[int, int], float, str]] = [
+    (RECIPE, "q", CODES, (4, 9), NAN, "a code for NaN"),
+    (FP8_BY_CHANNEL, "q", FP8_CODES, (3, 7), NAN, "a code for NaN"),
+    (INT8, "q", INT8_CODES, (3, 7), -128, "a code beyond those that are symmetric"),
+    *[(RECIPE, "q_scale_inv", SCALES, (1, 0), value, f"a block {NOT_POSITIVE}") for value in (0.0, -1.0, NAN, INF)],
+    (INT8, "q_scale", INT8_SCALES, (2, 0), 0.0, f"a channel {NOT_POSITIVE}"),
+    *[(RECIPE, "q_scale_inv", SCALES, (1, 0), value, "a block scale above 7.566e+35") for value in (3e38, 7.6e35)],
+    (
+        FP8_BY_CHANNEL,
+        "q_scale",
+        FP8_SCALES,
+        (2, 0),
+        1e37,
+        "a channel scale above 7.566e+35, which no BF16 weight needs",
+    ),
+    *[(RECIPE, "q_scale_inv", SCALES, (1, 0), value, NOT_NORMAL) for value in (1e-39, 2.0**-149)],
+    (POWERS, "q_scale_inv", torch.tensor([[2.0**-20, 1.0], [4.0, 2.0**-120]]), (1, 0), 0.75, "no power of two"),
+]
+
+
 class TestRefused:
-    @pytest.mark.parametrize("code", [0x7F, 0xFF])
-    def test_a_code_for_nan_is_named_with_its_first_index(self, code):
-        codes, scales = quantize_blockwise(WEIGHTS["q"])
-        for index in ((129, 0), (4, 9)):
-            codes.view(torch.uint8)[index] = code
-        with pytest.raises(QuantizationError, match=r"q\[4, 9\] is nan, a code for NaN") as refused:
-            list(Converter(RECIPE).convert([("q", codes), ("q_scale_inv", scales)]))
-        assert refused.value.detail == {"tensor": "q", "index": [4, 9], "count": 2}
-
-    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-    def test_a_scale_that_is_no_positive_number_is_named(self, value):
-        scales = torch.ones(2, 2)
-        scales[1, 0] = value
-        with pytest.raises(
-            QuantizationError, match=rf"q_scale_inv\[1, 0\] is {value:g}, a block scale that is not a pos"
-        ):
-            list(Converter(RECIPE).convert([("q_scale_inv", scales)]))
-
-    @pytest.mark.parametrize(
-        ("value", "complaint"),
-        [
-            (3e38, "above 7.566e+35, which no BF16 weight needs"),
-            (7.6e35, "above 7.566e+35"),
-            (1e-39, "that fp32 cannot hold as a normal number"),
-            (2.0**-149, "that fp32 cannot hold as a normal number"),
-        ],
-    )
-    def test_a_scale_with_which_codes_overflow_or_vanish_is_named(self, value, complaint):
-        scales = torch.ones(2, 2)
-        scales[1, 0] = value
-        words = rf"q_scale_inv\[1, 0\] is {re.escape(f'{value:g}')}, a block scale .*{re.escape(complaint)}"
-        with pytest.raises(QuantizationError, match=words):
-            list(Converter(RECIPE).convert([("q_scale_inv", scales)]))
+    @pytest.mark.parametrize(("recipe", "name", "sound", "index", "value", "complaint"), REFUSED)
+    def test_the_first_code_or_scale_that_no_weight_has_is_named(self, recipe, name, sound, index, value, complaint):
+        [(_, kept)] = Converter(recipe).convert([(name, sound)])
+        assert torch.equal(kept.float(), sound.float())
+        words = rf"{name}\[{index[0]}, {index[1]}\] is {re.escape(f'{value:g}')}, .*{re.escape(complaint)}"
+        with pytest.raises(QuantizationError, match=words) as refused:
+            list(Converter(recipe).convert([(name, with_value(with_value(sound, (-1, -1), value), index, value))]))
+        assert refused.value.detail == {"tensor": name, "index": list(index), "count": 2}
 
     @pytest.mark.parametrize("kind", ["fp32", "power_of_two"])
     @pytest.mark.parametrize("weight", [torch.finfo(torch.bfloat16).max, 1e-38, 0.0])
@@ -239,14 +220,6 @@ class TestRefused:
             Converter(RECIPE.model_copy(update={"scales": kind})).convert([("q", codes), ("q_scale_inv", scales)])
         )
         assert torch.equal(stored["q_scale_inv"], scales)
-
-    def test_a_scale_that_must_be_a_power_of_two_and_is_not_is_named(self):
-        scales = torch.tensor([[2.0**-20, 1.0], [0.75, 2.0**-120]])
-        with pytest.raises(QuantizationError, match=r"q_scale_inv\[1, 0\] is 0\.75, no power of two"):
-            list(Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)]))
-        scales[1, 0] = 4.0
-        [(_, kept)] = Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)])
-        assert torch.equal(kept, scales)
 
     @pytest.mark.parametrize(("form", "recipe"), [(INT8_CHANNEL, INT8), (FP8_CHANNEL, FP8_BY_CHANNEL)])
     def test_codes_and_scales_of_channels_stand_under_the_names_of_compressed_tensors(self, form, recipe):
@@ -266,33 +239,17 @@ class TestRefused:
         }
         assert dict(Converter(recipe).convert(stored.items())).keys() == stored.keys()
 
-    def test_int8_codes_and_scales_that_no_weight_has_are_named(self):
-        codes, scales = INT8_CHANNEL.quantize(WEIGHTS["q"])
-        codes[3, 7] = -128
-        with pytest.raises(QuantizationError, match=r"q\[3, 7\] is -128, a code beyond those that are symmetric"):
-            list(Converter(INT8).convert([("q", codes)]))
-        scales[2] = 0
-        with pytest.raises(QuantizationError, match=r"q_scale\[2, 0\] is 0, a channel scale that is not a positive"):
-            list(Converter(INT8).convert([("q_scale", scales)]))
-
-    def test_fp8_codes_and_scales_of_channels_that_no_weight_has_are_named(self):
-        codes, scales = FP8_CHANNEL.quantize(WEIGHTS["q"])
-        codes.view(torch.uint8)[3, 7] = 0xFF
-        with pytest.raises(QuantizationError, match=r"q\[3, 7\] is nan, a code for NaN"):
-            list(Converter(FP8_BY_CHANNEL).convert([("q", codes)]))
-        scales[2] = 1e37
-        with pytest.raises(QuantizationError, match=r"q_scale\[2, 0\] is 1e\+37, a channel scale above 7\.566e\+35"):
-            list(Converter(FP8_BY_CHANNEL).convert([("q_scale", scales)]))
-
-    def test_codes_of_another_format_are_refused(self):
-        with pytest.raises(InvalidManifest, match=r"q came as .*float8_e4m3fn codes, but it becomes int8 here"):
-            list(Converter(INT8).convert([("q", torch.zeros(2, 2).to(torch.float8_e4m3fn))]))
-        with pytest.raises(InvalidManifest, match=r"q came as .*int8 codes, but it becomes float8_e4m3fn here"):
-            list(Converter(RECIPE).convert([("q", torch.zeros(2, 2, dtype=torch.int8))]))
-
-    def test_codes_of_a_tensor_that_is_not_quantized_are_refused(self):
-        with pytest.raises(InvalidManifest, match=r"embed came as .*float8_e4m3fn codes, but it becomes bfloat16 here"):
-            list(Converter(RECIPE).convert([("embed", torch.zeros(2, 2).to(torch.float8_e4m3fn))]))
+    @pytest.mark.parametrize(
+        ("recipe", "name", "codes", "becomes"),
+        [
+            (INT8, "q", "float8_e4m3fn", "int8"),
+            (RECIPE, "q", "int8", "float8_e4m3fn"),
+            (RECIPE, "embed", "float8_e4m3fn", "bfloat16"),
+        ],
+    )
+    def test_codes_of_another_format_or_of_what_is_not_quantized_are_refused(self, recipe, name, codes, becomes):
+        with pytest.raises(InvalidManifest, match=rf"{name} came as .*{codes} codes, but it becomes {becomes} here"):
+            list(Converter(recipe).convert([(name, torch.zeros(2, 2).to(getattr(torch, codes)))]))
 
     @pytest.mark.parametrize("name", ["q", "embed", f"{EXPERTS}.down_proj", "bias"])
     @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from rollout_service.errors import Asleep, CommitTimeout, InsufficientStorage, LogUnreadable, NotReady, Overtaken
 from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.protocol.fleet import Pin
+from rollout_service.protocol.fleet import Pin, ReplicaStatus
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.protocol.weight_log import Control, DesiredState, Head
 from rollout_service.store import durable_io
@@ -57,6 +56,9 @@ class TestWaiting:
         assert older.state == "live" and [r.version for r in older.replicas] == [3]
 
     async def test_a_version_stays_committed_when_its_wait_times_out(self, ingest, trainer, weights):
+        with pytest.raises(CommitTimeout):  # without any replica, nothing is live
+            await ingest.wait_live(0, timeout_s=0.01)
+        assert (await ingest.status(0)).state == "committed"
         await ingest.report(replica("a", 0, state="stale", error="disk on fire"))
         await trainer.upload(1, weights)
         with pytest.raises(CommitTimeout, match=r"version 1 is committed, but after 0\.01 s") as late:
@@ -65,11 +67,6 @@ class TestWaiting:
         assert [(row["replica_id"], row["version"], row["error"]) for row in table] == [("a", 0, "disk on fire")]
         assert (await ingest.status(1)).state == "committed"
         assert (await ingest.fleet()).latest_version == 1
-
-    async def test_without_any_replica_nothing_is_live(self, ingest):
-        with pytest.raises(CommitTimeout):
-            await ingest.wait_live(0, timeout_s=0.01)
-        assert (await ingest.status(0)).state == "committed"
 
 
 class TestWaking:
@@ -106,90 +103,111 @@ class TestWaking:
             await ingest.fleet()
 
 
-async def obey(ingest: Ingest) -> None:
-    """Replica "a" obeys, forever."""
-    desired = None
-    for sequence in itertools.count(100, step=2):
-        order = "" if desired is None else desired.order
-        desired = await ingest.sync(replica("a", 0, sequence, obeyed=order), desired)
-        await ingest.report(replica("a", 0, sequence + 1, paused=desired.paused, obeyed=desired.order))
+class Replica:
+    """Replica "a": polls with what it has seen, and reports in order."""
+
+    def __init__(self, ingest: Ingest) -> None:
+        self._ingest, self._sequence = ingest, 0
+        self.seen: DesiredState | None = None
+
+    def _status(self, version: int | None, **fields: object) -> ReplicaStatus:
+        self._sequence += 1
+        return replica("a", version, self._sequence, **fields)
+
+    async def poll(self, version: int | None = 0, **fields: object) -> DesiredState:
+        """Wait until it is told something else."""
+        self.seen = await asyncio.wait_for(self._ingest.sync(self._status(version, **fields), self.seen), LONG_S)
+        return self.seen
+
+    async def obeyed(self, version: int | None = 0, **fields: object) -> None:
+        """It has done what it was told."""
+        assert self.seen is not None
+        done = {"paused": self.seen.paused, "obeyed": self.seen.order, **fields}
+        await self._ingest.report(self._status(version, **done))
+
+    async def obey(self) -> None:
+        """For ever."""
+        while True:
+            await self.poll(obeyed="" if self.seen is None else self.seen.order)
+            await self.obeyed()
+
+    async def fall_asleep(self) -> DesiredState:
+        asking = asyncio.create_task(self._ingest.sleep("abort", LONG_S))
+        desired = await self.poll()
+        await self.obeyed(None, state="asleep", paused=True)
+        await asyncio.wait_for(asking, LONG_S)
+        return desired
+
+
+@pytest.fixture
+async def a(ingest: Ingest) -> Replica:
+    """It runs, and has seen so."""
+    found = Replica(ingest)
+    await found.poll()
+    return found
 
 
 class TestPausing:
-    async def test_a_pause_answers_when_every_replica_has_obeyed(self, ingest):
-        await ingest.report(replica("a", 0))
-        desired = await ingest.sync(replica("a", 0), None)
-        poll = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), desired))
-        pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
-        desired = await asyncio.wait_for(poll, LONG_S)
-        assert asked(desired) == (0, True, "wait")
-        assert not pause.done() and not await ingest.is_paused()
-        await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
-        await asyncio.wait_for(pause, LONG_S)
-        assert await ingest.is_paused() and (await ingest.fleet()).paused
+    async def test_a_pause_and_a_resume_answer_once_every_replica_has_obeyed(self, ingest, trainer, weights, a):
+        for paused in (True, False):
+            asking = asyncio.create_task(ingest.set_paused(paused, "wait", LONG_S))
+            assert asked(await a.poll(paused=a.seen.paused, obeyed=a.seen.order))[:2] == (0, paused)
+            assert not asking.done() and not await ingest.is_paused()
+            await a.obeyed()
+            await asyncio.wait_for(asking, LONG_S)
+            assert await ingest.is_paused() is (await ingest.fleet()).paused is paused
+        ordered = await order(ingest, True, "abort")
+        await trainer.push(1, weights)
+        desired = await ingest.sync(replica("a", 0, sequence=9, paused=True), None)
+        assert (asked(desired), desired.order) == ((1, True, "abort"), ordered)
 
-    async def test_a_resume_answers_when_every_replica_has_obeyed(self, ingest):
-        await order(ingest, True)
-        paused = await told(ingest)
-        resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
-        desired = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=paused.order), paused)
-        assert not desired.paused and not resume.done()
-        await ingest.report(replica("a", 0, sequence=2, obeyed=desired.order))
-        await asyncio.wait_for(resume, LONG_S)
-        assert not await ingest.is_paused() and not (await ingest.fleet()).paused
-
-    async def test_a_resume_during_a_pause_waits_until_it_is_obeyed_itself(self, ingest):
-        running = await told(ingest)
+    async def test_a_resume_during_a_pause_waits_until_it_is_obeyed_itself(self, ingest, a):
         pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
-        await ingest.sync(replica("a", 0), running)
+        await a.poll()
         resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
         with pytest.raises(Overtaken, match="before every replica was paused, something else was asked for"):
             await asyncio.wait_for(pause, LONG_S)
         assert not resume.done()  # the replica says that it runs, but may have begun to pause since
-        desired = await ingest.sync(replica("a", 0, sequence=1), None)
-        await ingest.report(replica("a", 0, sequence=2, obeyed=desired.order))
+        await a.poll()
+        await a.obeyed()
         await asyncio.wait_for(resume, LONG_S)
 
-    async def test_a_pause_with_another_mode_waits_until_that_is_obeyed(self, ingest):
-        await order(ingest, True, "keep")
-        keeps = await told(ingest)
-        abort = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S))
-        desired = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=keeps.order), keeps)
-        assert desired.pause_mode == "abort" and not abort.done()
-        await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
-        await asyncio.wait_for(abort, LONG_S)
+    async def test_a_pause_in_another_way_waits_until_that_is_obeyed(self, ingest, a):
+        for mode, on_abort in (("keep", "continue"), ("abort", "return"), ("abort", "continue")):
+            pause = asyncio.create_task(ingest.set_paused(True, mode, LONG_S, on_abort))
+            desired = await a.poll(paused=a.seen.paused, obeyed=a.seen.order)
+            assert (desired.paused, desired.pause_mode, desired.on_abort) == (True, mode, on_abort)
+            assert not pause.done()
+            await a.obeyed()
+            await asyncio.wait_for(pause, LONG_S)
 
-    async def test_several_ranks_may_ask_for_the_same_pause(self, ingest):
-        running = await told(ingest)
+    async def test_several_ranks_may_ask_for_the_same_pause(self, ingest, a):
         ranks = [asyncio.create_task(ingest.set_paused(True, "keep", LONG_S)) for _ in range(3)]
-        desired = await ingest.sync(replica("a", 0, sequence=1), running)
-        await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
+        await a.poll()
+        await a.obeyed()
         await asyncio.wait_for(asyncio.gather(*ranks), LONG_S)
         assert await ingest.is_paused()
 
-    async def test_dropping_the_cache_of_a_pause_keeps_the_pause(self, ingest):
-        running = await told(ingest)
+    async def test_dropping_the_cache_of_a_pause_keeps_the_pause(self, ingest, a):
         pause = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S, clear_cache=False))
-        kept = await ingest.sync(replica("a", 0, sequence=1), running)
-        await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=kept.order))
+        kept = await a.poll()
+        await a.obeyed()
         await asyncio.wait_for(pause, LONG_S)
         drop = asyncio.create_task(ingest.drop_kv_cache(LONG_S))
-        dropped = await ingest.sync(replica("a", 0, sequence=3, paused=True, obeyed=kept.order), kept)
+        dropped = await a.poll(paused=True, obeyed=kept.order)
         assert (kept.clear_cache, dropped.clear_cache, dropped.paused) == (False, True, True) and not drop.done()
-        await ingest.report(replica("a", 0, sequence=4, paused=True, obeyed=dropped.order))
+        await a.obeyed()
         await asyncio.wait_for(drop, LONG_S)
         await asyncio.wait_for(ingest.drop_kv_cache(LONG_S), LONG_S)  # it is empty already
         assert await ingest.is_paused()
 
-    async def test_dropping_the_cache_pauses_and_resumes(self, ingest):
-        desired = await told(ingest)
+    async def test_dropping_the_cache_pauses_and_resumes(self, ingest, a):
         drop = asyncio.create_task(ingest.drop_kv_cache(LONG_S))
         seen = []
-        for sequence in (1, 3):
-            obeyed = replica("a", 0, sequence, paused=desired.paused, obeyed=desired.order)
-            desired = await ingest.sync(obeyed, desired)
+        for _ in range(2):
+            desired = await a.poll(paused=a.seen.paused, obeyed=a.seen.order)
             seen.append((desired.paused, desired.pause_mode, desired.clear_cache))
-            await ingest.report(replica("a", 0, sequence + 1, paused=desired.paused, obeyed=desired.order))
+            await a.obeyed()
         await asyncio.wait_for(drop, LONG_S)
         assert seen == [(True, "keep", True), (False, "keep", True)]
 
@@ -207,24 +225,23 @@ class TestPausing:
             await ingest.drop_kv_cache(timeout_s=0.01)
         assert await told(ingest) == before and log.control() == Control()
 
-    async def test_several_callers_may_drop_the_cache_at_once(self, ingest):
-        obeying = asyncio.create_task(obey(ingest))
+    async def test_several_callers_may_drop_the_cache_at_once(self, ingest, a):
+        obeying = asyncio.create_task(a.obey())
         await asyncio.wait_for(asyncio.gather(*(ingest.drop_kv_cache(LONG_S) for _ in range(4))), LONG_S)
         obeying.cancel()
         assert not (await told(ingest)).paused
 
     @pytest.mark.parametrize("wakes", [False, True], ids=["resume", "wake up"])
-    async def test_what_holds_already_is_not_overtaken_by_a_cache_that_is_dropped(self, ingest, wakes):
+    async def test_what_holds_already_is_not_overtaken_by_a_cache_that_is_dropped(self, ingest, a, wakes):
         await ingest.report(replica("busy", 0))
-        running = await told(ingest)
         drop = asyncio.create_task(ingest.drop_kv_cache(LONG_S))
-        brief = await ingest.sync(replica("a", 0, sequence=1), running)
-        await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=brief.order))
+        await a.poll()
+        await a.obeyed()
         asks = ingest.wake_up(["weights"], 0.01) if wakes else ingest.set_paused(False, "keep", 0.01)
         with pytest.raises(NotReady, match="they go on trying"):  # until the cache is dropped
             await asks
         await ingest.goodbye("busy")
-        obeying = asyncio.create_task(obey(ingest))
+        obeying = asyncio.create_task(a.obey())
         await asyncio.wait_for(drop, LONG_S)
         obeying.cancel()
 
@@ -245,58 +262,39 @@ class TestPausing:
         assert late.value.detail["replicas"][0]["replica_id"] == "deaf"
         assert (await ingest.fleet()).paused and not await ingest.is_paused()
 
-    async def test_a_pause_outlives_a_commit(self, ingest, trainer, weights):
-        ordered = await order(ingest, True, "abort")
-        await trainer.push(1, weights)
-        desired = await ingest.sync(replica("a", 0, sequence=1, paused=True), None)
-        assert (asked(desired), desired.order) == ((1, True, "abort"), ordered)
-
 
 class TestAborting:
-    async def test_an_abort_answers_once_every_replica_has_aborted(self, ingest, log):
-        for name in ("a", "b"):
-            await ingest.report(replica(name, 0))
-        before = await told(ingest)
+    async def test_an_abort_answers_once_every_replica_has_aborted(self, ingest, log, a):
+        await ingest.report(replica("b", 0))
+        before = a.seen
         abort = asyncio.create_task(ingest.abort_running(LONG_S))
-        desired = await ingest.sync(replica("a", 0, 1), before)
+        desired = await a.poll()
         assert desired == before.model_copy(update={"abort": desired.abort}) and desired.abort > 0
-        await ingest.report(replica("a", 0, 2, aborted=desired.abort))
+        await a.obeyed(aborted=desired.abort)
         await settle()
         assert not abort.done()
         await ingest.report(replica("b", 0, 2, aborted=desired.abort))
         await asyncio.wait_for(abort, LONG_S)
         assert await told(ingest) == before and log.control() == Control()
 
-    async def test_an_abort_whose_caller_leaves_is_over(self, ingest, log):
-        await ingest.report(replica("a", 0))
-        before = await told(ingest)
+    async def test_an_abort_that_nobody_waits_for_or_obeys_is_over(self, ingest, log, a):
         abort = asyncio.create_task(ingest.abort_running(LONG_S))
         await settle()
         abort.cancel()
         await asyncio.wait([abort])
-        assert await told(ingest) == before and log.control() == Control()
-
-    async def test_an_abort_that_a_replica_does_not_obey_is_over(self, ingest, log):
-        await ingest.report(replica("a", 0))
-        before = await told(ingest)
+        assert await told(ingest) == a.seen and log.control() == Control()
         with pytest.raises(NotReady, match="nothing is paused") as late:
             await ingest.abort_running(timeout_s=0.01)
         assert [status["replica_id"] for status in late.value.detail["replicas"]] == ["a"]
-        assert await told(ingest) == before and log.control() == Control()
+        assert await told(ingest) == a.seen and log.control() == Control()
 
-    async def test_an_abort_overtakes_neither_a_pause_nor_an_abort(self, ingest):
-        await ingest.report(replica("a", 0))
-        asked = [
-            asyncio.create_task(call)
-            for call in (
-                ingest.set_paused(True, "keep", LONG_S),
-                ingest.abort_running(LONG_S),
-                ingest.abort_running(LONG_S),
-            )
-        ]
+    async def test_an_abort_overtakes_neither_a_pause_nor_an_abort(self, ingest, a):
+        pause = ingest.set_paused(True, "keep", LONG_S)
+        asks = (pause, ingest.abort_running(LONG_S), ingest.abort_running(LONG_S))
+        asked = [asyncio.create_task(call) for call in asks]
         while not (desired := await told(ingest)).paused or not desired.abort:
             await asyncio.sleep(0)
-        await ingest.report(replica("a", 0, 2, paused=True, obeyed=desired.order, aborted=desired.abort))
+        await ingest.report(replica("a", 0, 9, paused=True, obeyed=desired.order, aborted=desired.abort))
         await asyncio.wait_for(asyncio.gather(*asked), LONG_S)
         assert await ingest.is_paused()
 
@@ -310,32 +308,30 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable_io, "write_synced", write)
 
 
-class TestFullDisk:
-    async def test_a_resume_on_a_full_disk_outlives_the_ingest(self, ingest, log, monkeypatch):
+class TestFailingDisk:
+    async def test_a_resume_on_a_full_or_read_only_disk_is_obeyed(self, ingest, log, monkeypatch):
         await order(ingest, True)
-        fill_disk(monkeypatch)
-        await order(ingest, False)
-        assert not await ingest.is_paused() and not log.control().paused
-
-    async def test_a_resume_on_a_read_only_disk_is_obeyed(self, ingest, monkeypatch):
+        with monkeypatch.context() as full:
+            fill_disk(full)
+            await order(ingest, False)
+            assert not await ingest.is_paused() and not log.control().paused
         await order(ingest, True)
-        fill_disk(monkeypatch)
 
         def refuse(self: WeightLog) -> None:
             raise OSError(errno.EROFS, "Read-only file system")
 
+        fill_disk(monkeypatch)
         monkeypatch.setattr(WeightLog, "clear_control", refuse)
         await order(ingest, False)
         assert not await ingest.is_paused()
 
-    async def test_engines_wake_on_a_full_disk(self, ingest, monkeypatch):
-        await asleep(ingest)
+    async def test_engines_wake_on_a_full_disk(self, ingest, monkeypatch, a):
+        await a.fall_asleep()
         fill_disk(monkeypatch)
-        for sequence, tag in ((10, "weights"), (20, "kv_cache")):
-            before = await ingest.sync(replica("a", None, sequence, state="asleep"), None)
+        for tag in ("weights", "kv_cache"):
             waking = asyncio.create_task(ingest.wake_up([tag], LONG_S))
-            desired = await ingest.sync(replica("a", None, sequence + 1, state="asleep"), before)
-            await ingest.report(replica("a", None, sequence + 2, state="asleep", obeyed=desired.order))
+            desired = await a.poll(None, state="asleep")
+            await a.obeyed(None, state="asleep", paused=False)
             assert await waking == (tag == "kv_cache") == (not desired.asleep)
 
     async def test_a_pause_that_cannot_be_noted_changes_nothing(self, ingest, monkeypatch):
@@ -347,13 +343,14 @@ class TestFullDisk:
             await ingest.sleep("abort", LONG_S)
         assert await told(ingest) == before
 
-
-class TestUnreadableLog:
     async def test_a_commit_stands_while_the_log_cannot_be_listed(self, ingest, trainer, weights, monkeypatch):
         await ingest.report(replica("a", 0))
         await trainer.upload(1, weights)
         with monkeypatch.context() as patch:
             follow = FleetCoordinator.follow
+
+            def unreadable(log: WeightLog) -> list[int]:
+                raise LogUnreadable("EIO")
 
             def follow_and_fail(self: FleetCoordinator, head: Head) -> None:
                 follow(self, head)
@@ -361,10 +358,6 @@ class TestUnreadableLog:
 
             patch.setattr(FleetCoordinator, "follow", follow_and_fail)
             assert (await ingest.commit(1, CommitUpload())).version == (await told(ingest)).version == 1
-
-
-def unreadable(log: WeightLog) -> list[int]:
-    raise LogUnreadable("EIO")
 
 
 class TestKeeping:
@@ -417,62 +410,32 @@ class TestMetrics:
         assert state.log_bytes > sum(status.total_bytes for status in state.versions)
         assert (state.replica_starts, state.replica_failures) == (2, 1)
 
-    async def test_replicas_are_told_what_becomes_of_aborted_completions(self, ingest):
-        before = await ingest.sync(replica("a", 0), None)
-        assert before.on_abort == "continue"
-        pause = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S, "return"))
-        desired = await ingest.sync(replica("a", 0), before)
-        assert (desired.paused, desired.pause_mode, desired.on_abort) == (True, "abort", "return")
-        await ingest.report(replica("a", 0, paused=True, obeyed=desired.order))
-        await pause
-        again = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S, "continue"))
-        other = await ingest.sync(replica("a", 0), desired)
-        assert other.on_abort == "continue" and other.order != desired.order
-        await ingest.report(replica("a", 0, paused=True, obeyed=other.order))
-        await again
-
-
-async def asleep(ingest: Ingest) -> DesiredState:
-    """Replica "a" is asleep."""
-    awake = await told(ingest)
-    asking = asyncio.create_task(ingest.sleep("abort", LONG_S))
-    desired = await ingest.sync(replica("a", 0, sequence=1), awake)
-    await ingest.report(replica("a", None, sequence=2, state="asleep", paused=True, obeyed=desired.order))
-    await asyncio.wait_for(asking, LONG_S)
-    return desired
-
 
 class TestSleeping:
-    async def test_a_sleep_answers_once_every_replica_sleeps(self, ingest):
+    async def test_a_sleep_answers_once_every_engine_sleeps_and_outlives_a_restart(self, ingest, log, a):
         assert not await ingest.is_sleeping() and await ingest.until_awake()
-        desired = await asleep(ingest)
-        assert (desired.paused, desired.pause_mode, desired.asleep) == (True, "abort", True)
-        assert await ingest.is_sleeping() and await ingest.is_paused() and (await ingest.fleet()).asleep
-
-    async def test_a_sleep_waits_for_an_engine_that_starts(self, ingest):
-        awake = await told(ingest)
         await ingest.report(replica("b", None, state="starting", takes_memory=True))
         asking = asyncio.create_task(ingest.sleep("abort", LONG_S))
-        desired = await ingest.sync(replica("a", 0, sequence=1), awake)
-        await ingest.report(replica("a", None, sequence=2, state="asleep", paused=True, obeyed=desired.order))
+        desired = await a.poll()
+        assert (desired.paused, desired.pause_mode, desired.asleep) == (True, "abort", True)
+        await a.obeyed(None, state="asleep", paused=True)
         assert not asking.done() and not await ingest.is_sleeping()
         asleep = {"state": "asleep", "paused": True, "obeyed": desired.order, "takes_memory": True}
         await ingest.report(replica("b", None, sequence=1, **asleep))
         await asyncio.wait_for(asking, LONG_S)
-        assert await ingest.is_sleeping()
+        assert await ingest.is_sleeping() and await ingest.is_paused() and (await ingest.fleet()).asleep
+        assert log.control().asleep == ("weights", "kv_cache") and log.control().paused
 
-    async def test_engines_wake_once_all_their_memory_was_asked_back(self, ingest):
-        await asleep(ingest)
-        sleeping = await ingest.sync(replica("a", None, sequence=3, state="asleep"), None)
+    async def test_engines_wake_once_all_their_memory_was_asked_back(self, ingest, a):
+        await a.fall_asleep()
         part = asyncio.create_task(ingest.wake_up(["weights"], LONG_S))
-        desired = await ingest.sync(replica("a", None, sequence=4, state="asleep"), sleeping)
-        assert desired.asleep
-        await ingest.report(replica("a", None, sequence=50, state="asleep", paused=True, obeyed=desired.order))
+        assert (await a.poll(None, state="asleep")).asleep
+        await a.obeyed(None, state="asleep", paused=True)
         assert await asyncio.wait_for(part, LONG_S) is False
         rest = asyncio.create_task(ingest.wake_up(["kv_cache"], LONG_S))
-        awake = await ingest.sync(replica("a", None, sequence=51, state="asleep"), desired)
+        awake = await a.poll(None, state="asleep")
         assert (awake.paused, awake.asleep) == (False, False) and not rest.done()
-        await ingest.report(replica("a", 0, sequence=52, obeyed=awake.order))
+        await a.obeyed()
         assert await asyncio.wait_for(rest, LONG_S) is True
         assert not await ingest.is_sleeping() and not await ingest.is_paused()
 
@@ -481,23 +444,16 @@ class TestSleeping:
         assert await ingest.wake_up(["weights", "kv_cache"], LONG_S) is True
         assert await ingest.is_paused() and (await told(ingest)).order == ordered
 
-    async def test_engines_asleep_are_paused_and_cannot_be_resumed(self, ingest):
-        desired = await asleep(ingest)
+    async def test_engines_asleep_cannot_be_resumed_and_delay_no_commit(self, ingest, trainer, weights, a):
+        desired = await a.fall_asleep()
         await ingest.set_paused(True, "keep", LONG_S)
         assert (await told(ingest)) == desired
         with pytest.raises(Asleep, match="POST /wake_up"):
             await ingest.set_paused(False, "keep", LONG_S)
         assert await ingest.is_sleeping()
-
-    async def test_a_commit_waits_for_no_engine_that_sleeps(self, ingest, trainer, weights):
-        await asleep(ingest)
         await trainer.upload(1, weights)
         status = await ingest.commit(1, CommitUpload(wait="all", timeout_s=LONG_S))
         assert (status.state, (await told(ingest)).version) == ("committed", 1)
-
-    async def test_sleep_outlives_a_restart_of_the_ingest(self, ingest, log):
-        await asleep(ingest)
-        assert log.control().asleep == ("weights", "kv_cache") and log.control().paused
 
 
 class TestPins:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.store.log import WeightLog
 from tests.unit.ingest.test_ingest_delta import DeltaTrainer, require_stored, scattered
 from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, started
@@ -21,30 +20,20 @@ def root() -> Iterator[Path]:
 
 async def pushed(config: ServiceConfig, weights: Weights, versions: int) -> tuple[list[str | None], list[set[int]]]:
     """Digests of versions 1 to ``versions``, and the files that each lay in."""
-    ingest = Ingest(config)
-    await ingest.start()
     log, digests, inodes = WeightLog(config.weights.root), [], []
-    try:
+    async with started(config) as ingest:
         for version in range(1, versions + 1):
             status = await Trainer(ingest).push(version, changed(weights, version / 64))
             digests.append(status.digest)
             inodes.append({path.stat().st_ino for path in log.folder(version).glob("*.safetensors")})
             log.verify(log.manifest(version))
-    finally:
-        await ingest.stop()
     return digests, inodes
 
 
-async def test_versions_have_the_digests_that_they_have_on_a_disk(model, weights, root, tmp_path):
-    in_memory, _ = await pushed(config_of(model, root), weights, 2)
-    on_disk, _ = await pushed(config_of(model, tmp_path / "log"), weights, 2)
-    assert in_memory == on_disk
-    assert None not in on_disk
-
-
-async def test_a_version_is_written_into_the_files_of_one_that_was_dropped(model, weights, root):
+async def test_versions_are_those_of_a_disk_in_files_of_dropped_ones(model, weights, root, tmp_path):
     digests, inodes = await pushed(config_of(model, root), weights, 6)
-    assert len(set(digests)) == 6
+    on_disk, _ = await pushed(config_of(model, tmp_path / "log"), weights, 2)
+    assert digests[:2] == on_disk and len(set(digests)) == 6 and None not in on_disk
     assert len(set.union(*inodes)) == 3 * len(inodes[0])  # two are kept, and one is being written
 
 

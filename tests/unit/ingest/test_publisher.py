@@ -75,8 +75,9 @@ def published(store: Path) -> dict[int, bool]:
     return {int(path.name[-6:]): not is_delta(path) for path in sorted(store.iterdir())}
 
 
-@pytest.mark.parametrize("quant", ["fp8_block", "fp8_channel", "none"])
-@pytest.mark.parametrize("kind", ["model", "moe_model", "tied_model"])
+@pytest.mark.parametrize(
+    ("kind", "quant"), [("model", "fp8_channel"), ("moe_model", "fp8_block"), ("tied_model", "none")]
+)
 async def test_a_follower_has_the_same_digests(request, store, kind, quant):
     model: Path = request.getfixturevalue(kind)
     weights = folder_weights(model)
@@ -120,12 +121,17 @@ async def test_versions_before_two_whole_ones_are_removed(model, store, weights,
             await require_same(leader, late)
 
 
-async def test_a_restart_publishes_a_whole_version_next(model, store, weights):
+async def test_a_restart_writes_nothing_again_and_a_whole_version_next(model, store, weights):
     for version in (1, 2):
         async with both(model, store) as (leader, follower):
+            if version == 2:
+                before = (store / "weight_v000001").stat().st_ino
+                publisher.Publisher(leader._log, str(store), 1.0).publish()
+                assert (store / "weight_v000001").stat().st_ino == before
             await Trainer(leader).push(version, changed(weights, 0.1 * version))
             await require_same(leader, follower)
     assert published(store) == {1: True, 2: True}
+    assert not list(store.rglob("*.tmp"))
 
 
 async def test_a_damaged_base_makes_the_next_version_whole(model, store, weights):
@@ -139,17 +145,6 @@ async def test_a_damaged_base_makes_the_next_version_whole(model, store, weights
         await Trainer(leader).push(2, stepped(stepped(weights, 1), 2))
         await require_same(leader, follower)
         assert published(store) == {1: True, 2: True}
-
-
-async def test_a_published_version_is_not_written_again(model, store, weights):
-    async with both(model, store) as (leader, follower):
-        await Trainer(leader).push(1, stepped(weights, 1))
-        await require_same(leader, follower)
-        before = (store / "weight_v000001").stat().st_ino
-        again = publisher.Publisher(leader._log, str(store), 1.0)
-        again.publish()
-        assert (store / "weight_v000001").stat().st_ino == before
-        assert [path.name for path in (store / "weight_v000001").glob("*.tmp")] == []
 
 
 async def problem(leader: Ingest) -> str:

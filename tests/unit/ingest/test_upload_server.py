@@ -42,6 +42,7 @@ from tests.unit.ingest.trainer import (
     journal_of,
     open_files,
     settle,
+    started,
     stream_of,
 )
 
@@ -83,22 +84,15 @@ class TestPart:
         assert len(parts) > 5
         assert added < len(parts) * len(weights) / 2  # how many parts are converted at once depends on threads
 
-    async def test_a_part_gets_a_receipt_and_is_missing_no_more(self, trainer, ingest, parts, log):
-        reply = await trainer.put(1, 2, parts[2])
-        assert reply.status_code == 200
-        assert PartReceipt.model_validate(reply.json()) == PartReceipt(
-            version=1, part=2, nbytes=len(parts[2]), digest=xxhash.xxh3_128_hexdigest(parts[2])
-        )
-        assert 2 not in (await ingest.status(1)).missing_parts
-        assert received_files(log) == ["part 2"]
-
-    async def test_the_last_part_is_shorter(self, trainer, parts, plan):
-        assert len(parts) == plan.num_parts and len(parts[-1]) < plan.part_bytes
-        assert (await trainer.put(1, plan.num_parts - 1, parts[-1])).status_code == 200
-
-    async def test_the_digest_may_be_in_capitals(self, trainer, parts):
-        reply = await trainer.put(1, 0, parts[0], digest=xxhash.xxh3_128_hexdigest(parts[0]).upper())
-        assert reply.status_code == 200
+    async def test_a_part_gets_a_receipt_and_is_missing_no_more(self, trainer, ingest, parts, plan, log):
+        last = plan.num_parts - 1
+        assert len(parts) == plan.num_parts and len(parts[last]) < plan.part_bytes
+        digest = xxhash.xxh3_128_hexdigest(parts[last])
+        reply = await trainer.put(1, last, parts[last], digest.upper())
+        receipt = PartReceipt(version=1, part=last, nbytes=len(parts[last]), digest=digest)
+        assert reply.status_code == 200 and PartReceipt.model_validate(reply.json()) == receipt
+        assert last not in (await ingest.status(1)).missing_parts
+        assert received_files(log) == [f"part {last}"]
 
     async def test_a_part_sent_twice_is_accepted_once(self, trainer, parts, ingest, log):
         first = await trainer.put(1, 0, parts[0])
@@ -109,12 +103,8 @@ class TestPart:
             assert (await trainer.put(1, number, part)).status_code == 200
         assert (await ingest.commit(1, CommitUpload())).state == "committed"
 
-    async def test_other_bytes_for_a_part_replace_it(self, trainer, parts, log):
-        for data in (bytes(len(parts[0])), parts[0]):
-            assert (await trainer.put(1, 0, data)).status_code == 200
-            assert first_part(log, len(parts[0])) == data
-
     async def test_senders_of_one_part_at_once_do_not_mix_their_bytes(self, trainer, parts, log):
+        assert (await trainer.put(1, 0, bytes(len(parts[0])))).status_code == 200  # is replaced
         replies = await asyncio.gather(*(trainer.put(1, 0, parts[0]) for _ in range(8)))
         assert {reply.status_code for reply in replies} == {200}
         assert received_files(log) == ["part 0"]
@@ -129,18 +119,15 @@ class TestRefusedPart:
         assert error["type"] == "DigestMismatch" and "send it again" in error["message"]
         assert error["detail"]["expected"] == xxhash.xxh3_128_hexdigest(parts[0])
         assert received_files(log) == [] and 0 in (await ingest.status(1)).missing_parts
+        without = await trainer.http.put("/v1/weights/1/parts/0", content=parts[0])
+        assert without.status_code == 422 and PART_DIGEST_HEADER in without.json()["error"]["message"]
         assert (await trainer.put(1, 0, parts[0])).status_code == 200
 
-    async def test_a_part_that_is_too_short_is_refused_with_both_sizes(self, trainer, parts, log):
-        reply = await trainer.put(1, 0, parts[0][:-1])
-        assert reply.status_code == 422
-        assert f"must have {len(parts[0])} bytes, not {len(parts[0]) - 1}" in reply.json()["error"]["message"]
-        assert received_files(log) == []
-
-    async def test_a_part_that_is_too_long_is_refused(self, trainer, parts, log):
-        reply = await trainer.put(1, 0, parts[0] + b"!")
-        assert reply.status_code == 413
-        error = reply.json()["error"]
+    async def test_a_part_of_another_size_is_refused(self, trainer, parts, log):
+        short, long = await trainer.put(1, 0, parts[0][:-1]), await trainer.put(1, 0, parts[0] + b"!")
+        assert (short.status_code, long.status_code) == (422, 413)
+        assert f"must have {len(parts[0])} bytes, not {len(parts[0]) - 1}" in short.json()["error"]["message"]
+        error = long.json()["error"]
         assert error["type"] == "PayloadTooLarge" and error["detail"] == {"limit_bytes": len(parts[0])}
         assert error["message"].startswith(f"part 0 of version 1 has {len(parts[0])} bytes")
         assert received_files(log) == []
@@ -158,13 +145,9 @@ class TestRefusedPart:
                     "/v1/weights/1/parts/0", content=endless(), headers={PART_DIGEST_HEADER: "0"}
                 )
                 assert (await sending).status_code == 411
-        await asyncio.to_thread(join_upload_threads)  # the caller may leave before the listener does
+        for thread in upload_threads():  # the caller may leave before the listener does
+            await asyncio.to_thread(thread.join)
         assert received_files(log) == []
-
-    async def test_the_digest_header_must_be_there(self, trainer, parts):
-        reply = await trainer.http.put("/v1/weights/1/parts/0", content=parts[0])
-        assert reply.status_code == 422
-        assert PART_DIGEST_HEADER in reply.json()["error"]["message"]
 
     @pytest.mark.parametrize(
         ("version", "part", "status", "says"),
@@ -173,6 +156,7 @@ class TestRefusedPart:
             (1, 10_000, 404, "version 1 has parts 0 to {last}, not 10000"),
             (2, 0, 404, "version 2 is not staged (staged: [1])"),
             *[(version, 0, 422, "version") for version in (-1, MAX_VERSION + 1, 10**255)],
+            (1, "first", 422, "part"),
         ],
     )
     async def test_a_part_of_nothing_that_is_staged_is_refused(self, trainer, parts, version, part, status, says):
@@ -180,17 +164,12 @@ class TestRefusedPart:
         assert reply.status_code == status
         assert says.format(last=len(parts) - 1) in reply.json()["error"]["message"]
 
-    async def test_a_part_number_that_is_no_number_is_refused(self, trainer):
-        reply = await trainer.http.put("/v1/weights/1/parts/first", content=b"")
-        assert reply.status_code == 422 and "part" in reply.json()["error"]["message"]
-
     async def test_a_version_read_from_a_path_takes_no_parts(self, model, tmp_path):
-        ingest = Ingest(config_of(model, tmp_path / "log", weights={"source_roots": [model.parent.resolve()]}))
-        await ingest.start()
-        await ingest.begin(BeginUpload(version=1, source=PathSource(path=model)))
-        reply = await Trainer(ingest).put(1, 0, b"")
-        assert reply.status_code == 422 and "it takes no parts" in reply.json()["error"]["message"]
-        await ingest.discard(1)
+        config = config_of(model, tmp_path / "log", weights={"source_roots": [model.parent.resolve()]})
+        async with started(config) as ingest:
+            await ingest.begin(BeginUpload(version=1, source=PathSource(path=model)))
+            reply = await Trainer(ingest).put(1, 0, b"")
+            assert reply.status_code == 422 and "it takes no parts" in reply.json()["error"]["message"]
 
 
 class SlowBody:
@@ -198,11 +177,10 @@ class SlowBody:
 
     def __init__(self, data: bytes) -> None:
         self._data, self.nbytes = data, len(data)
-        self.go_on, self.begun = asyncio.Event(), asyncio.Event()
+        self.go_on = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         yield self._data[:1000]
-        self.begun.set()
         await self.go_on.wait()
         yield self._data[1000:]
 
@@ -216,39 +194,25 @@ def send_slowly(trainer: Trainer, part: int, body: SlowBody, digest: str) -> asy
 BATCH = SharedTensors(transfer="a" * 32, batch=0, first=0, count=1, offset=0)
 
 
+@pytest.mark.parametrize(
+    ("method", "version", "body", "status", "says"),
+    [
+        ("POST", 1, BATCH.model_dump_json(), 409, f"another push than {BATCH.transfer}"),
+        ("POST", 7, BATCH.model_dump_json(), 404, ""),
+        ("POST", 1, "{", 400, ""),
+        ("POST", 1, '{"transfer": "a", "batch": -1}', 422, ""),
+        ("POST", 1, " " * 1001, 413, "1000 bytes"),
+        ("PUT", 1, "{}", 405, "only POST"),
+    ],
+    ids=["comes in parts", "nobody began", "no JSON", "no batch", "too large", "another method"],
+)
 @pytest.mark.usefixtures("plan")
-class TestBatchesOfSharedMemory:
+async def test_a_batch_of_shared_memory_that_cannot_be_taken(trainer, monkeypatch, method, version, body, status, says):
     """What is taken: tests/unit/client/test_shared_memory.py."""
-
-    @pytest.mark.parametrize(
-        ("version", "body", "status", "says"),
-        [
-            (1, BATCH.model_dump_json(), 409, f"another push than {BATCH.transfer}"),
-            (7, BATCH.model_dump_json(), 404, ""),
-            *[(1, body, 400, "") for body in ("", "{")],
-            *[(1, body, 422, "") for body in ("[]", '{"transfer": "a", "batch": -1}')],
-            *[(1, " " * nbytes, 413, "1000 bytes") for nbytes in (1001, 5000)],
-        ],
-        ids=[
-            "comes in parts",
-            "nobody began",
-            "nothing",
-            "no JSON",
-            "a list",
-            "no batch",
-            "too large",
-            "far too large",
-        ],
-    )
-    async def test_that_cannot_be_taken(self, trainer, monkeypatch, version, body, status, says):
-        monkeypatch.setattr(upload_server, "MOST_JSON_BYTES", 1000)
-        headers = {UPLOAD_KEY_HEADER: trainer._address.key(version)}
-        reply = await trainer.http.post(f"/v1/weights/{version}/shared", content=body, headers=headers)
-        assert reply.status_code == status and says in reply.json()["error"]["message"]
-
-    async def test_by_another_method(self, trainer):
-        reply = await trainer.http.put("/v1/weights/1/shared", content=b"{}")
-        assert reply.status_code == 405 and "only POST" in reply.json()["error"]["message"]
+    monkeypatch.setattr(upload_server, "MOST_JSON_BYTES", 1000)
+    headers = {UPLOAD_KEY_HEADER: trainer._address.key(version)}
+    reply = await trainer.http.request(method, f"/v1/weights/{version}/shared", content=body, headers=headers)
+    assert reply.status_code == status and says in reply.json()["error"]["message"]
 
 
 @pytest.fixture
@@ -269,7 +233,7 @@ def url_of(server: UploadServer) -> str:
     return f"http://{server.host}:{server.port}/v1/weights/1/parts/0"
 
 
-def note_receiving(ingest: Ingest, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def note_receiving(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set once there is a file for a part of version 1 that has begun to come."""
     begun, opened = threading.Event(), Incoming.open
 
@@ -281,21 +245,15 @@ def note_receiving(ingest: Ingest, monkeypatch: pytest.MonkeyPatch) -> threading
     return begun
 
 
-def join_upload_threads() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("upload"):
-            thread.join()
-
-
-def upload_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("upload")]
+def upload_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("upload")]
 
 
 class TestBadMoments:
     async def test_a_part_whose_version_is_discarded_midway_is_not_found(
         self, trainer, ingest, parts, log, monkeypatch
     ):
-        body, begun = SlowBody(parts[0]), note_receiving(ingest, monkeypatch)
+        body, begun = SlowBody(parts[0]), note_receiving(monkeypatch)
         sending = send_slowly(trainer, 0, body, xxhash.xxh3_128_hexdigest(parts[0]))
         await asyncio.to_thread(begun.wait)
         await ingest.discard(1)
@@ -361,7 +319,7 @@ class TestBadMoments:
         self, server, ingest, parts, log, monkeypatch
     ):
         monkeypatch.setattr(upload_server, "STOP_S", 0.0)
-        body, begun = SlowBody(parts[0]), note_receiving(ingest, monkeypatch)
+        body, begun = SlowBody(parts[0]), note_receiving(monkeypatch)
         async with httpx.AsyncClient() as http:
             headers = headers_of(server, "0") | {"Content-Length": str(body.nbytes)}
             sending = asyncio.create_task(http.put(url_of(server), content=body, headers=headers))

@@ -7,31 +7,31 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 import xxhash
 from safetensors.torch import save_file
 
-from rollout_service.config.engine import QuantConfig
+from rollout_service.config import QuantConfig, WeightsConfig
 from rollout_service.errors import (
     InsufficientStorage,
     InvalidManifest,
     NotFound,
-    QuantizationError,
     RolloutServiceError,
 )
 from rollout_service.ingest import upload_session
+from rollout_service.ingest.resources import Resources
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.source import WeightSource
-from rollout_service.ingest.upload_session import Resources, UploadSession, reading_order, spread
+from rollout_service.ingest.upload_session import UploadSession, reading_order
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
 from rollout_service.quant.deferred_checks import DeferredChecks
-from rollout_service.store.layout import Layout
+from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import StoredTensor
-from rollout_service.store.staged_file import StagingSpace
 from tests.support.models import EMBEDDING, LM_HEAD
 from tests.unit.ingest.trainer import Weights, begin_of, folder_weights, open_files, settle, stream_of
 
@@ -63,15 +63,21 @@ def source(weights: Weights, tmp_path: Path) -> Path:
     return folder
 
 
+def resources_of(
+    model: Path, executor: ThreadPoolExecutor, part_bytes: int = PART_BYTES, of: type[Converter] = Converter
+) -> Resources:
+    served = ServedModel.load(model)
+    recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
+    config = WeightsConfig(root=Path("not written"), part_bytes=part_bytes)
+    resources = Resources(config, WeightLog(config.root), served, of(recipe))
+    resources.executor = executor
+    return resources
+
+
 def staged_version(
     begin: BeginUpload, folder: Path, model: Path, executor: ThreadPoolExecutor, source: WeightSource | None = None
 ) -> UploadSession:
-    served = ServedModel.load(model)
-    recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
-    converter = Converter(recipe)
-    layout = Layout(converter.slots(served.stored))
-    resources = Resources(served, converter, layout, PART_BYTES, executor, StagingSpace())
-    return UploadSession(begin, folder, resources, source)
+    return UploadSession(begin, folder, resources_of(model, executor), source)
 
 
 async def accept(staged: UploadSession, part: int, data: bytes, uploader: str = "") -> None:
@@ -93,7 +99,7 @@ async def accept(staged: UploadSession, part: int, data: bytes, uploader: str = 
 
 async def accept_all(staged: UploadSession, weights: Weights, uploader: str = "") -> None:
     stream = stream_of(weights)
-    for part in range(staged.num_parts):
+    for part in range(staged.record.num_parts):
         await accept(staged, part, stream[part * PART_BYTES : (part + 1) * PART_BYTES], uploader)
 
 
@@ -110,31 +116,18 @@ def from_folder(source: Path, folder: Path, model: Path, executor: ThreadPoolExe
     return staged_version(begin, folder, model, executor, FolderSource(source))
 
 
-class TestTiedEmbedding:
-    async def test_a_tied_model_without_a_head_stores_the_embedding_twice(self, tied_model, tmp_path, executor):
-        weights = folder_weights(tied_model)
-        assert LM_HEAD not in weights
-        stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
-        assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
-        assert stored[LM_HEAD].shape == tuple(weights[EMBEDDING].shape)
-
-    async def test_a_tied_head_that_differs_from_the_embedding_is_refused(self, tied_model, tmp_path, executor):
-        weights = folder_weights(tied_model)
-        weights[LM_HEAD] = weights[EMBEDDING] * 2
-        with pytest.raises(InvalidManifest, match=f"{LM_HEAD} differs from {EMBEDDING}"):
-            await uploaded(weights, tmp_path / "1", tied_model, executor)
+async def test_a_tied_head_is_stored_as_the_embedding_and_may_not_differ(tied_model, tmp_path, executor):
+    weights = folder_weights(tied_model)
+    assert LM_HEAD not in weights
+    stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
+    assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
+    assert stored[LM_HEAD].shape == tuple(weights[EMBEDDING].shape)
+    weights[LM_HEAD] = weights[EMBEDDING] * 2
+    with pytest.raises(InvalidManifest, match=f"{LM_HEAD} differs from {EMBEDDING}"):
+        await uploaded(weights, tmp_path / "2", tied_model, executor)
 
 
 class TestFailure:
-    async def test_a_failure_is_known_before_the_commit(self, model, weights, tmp_path, executor):
-        broken = {name: tensor.clone() for name, tensor in weights.items()}
-        broken["model.norm.weight"][3] = float("nan")
-        staged = staged_version(begin_of(1, broken), tmp_path / "1", model, executor)
-        await accept_all(staged, broken)
-        executor.submit(int).result()
-        assert isinstance(staged.failure, QuantizationError)
-        await staged.discard()
-
     async def test_files_that_vanish_before_they_are_read_fail_the_version(
         self, model, source, tmp_path, executor, gate
     ):
@@ -206,7 +199,7 @@ class TestDiscard:
             folder.mkdir()
             (folder / "part-000000").write_bytes(b"old")
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-        assert 0 in staged.missing
+        assert 0 in staged.parts.missing
         assert {path.name for path in (tmp_path / "1.parts").iterdir()} == {"upload.json", "staged"}
         assert {path.name for path in (tmp_path / "1").iterdir()} == {"weights-00001.safetensors"}
         await staged.discard()
@@ -242,19 +235,16 @@ class TestSeveralThreads:
     async def test_a_replaced_part_is_stored_last(self, model, tmp_path, executor):
         weights = {name: tensor.clone() for name, tensor in folder_weights(model).items()}
         by_one = await uploaded(weights, tmp_path / "1", model, executor)
-        served = ServedModel.load(model)
-        recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
-        converter = LateWriter(recipe)
         stream = stream_of(weights)
         with ThreadPoolExecutor(4) as several:
-            layout = Layout(converter.slots(served.stored))
-            resources = Resources(served, converter, layout, len(stream), several, StagingSpace())
+            resources = resources_of(model, several, len(stream), LateWriter)
+            converter = cast(LateWriter, resources.converter)
             staged = UploadSession(begin_of(1, weights), tmp_path / "2", resources)
             await accept(staged, 0, bytes(len(stream)))
             assert await asyncio.to_thread(converter.first_has_read.wait, 60)
             replacing = asyncio.create_task(accept(staged, 0, stream))
             await settle()
-            assert staged.missing == {0} and not replacing.done()
+            assert staged.parts.missing == {0} and not replacing.done()
             converter.go_on.set()
             await replacing
             assert await staged.finish() == by_one
@@ -276,7 +266,7 @@ class TestSeveralThreads:
                 await leaving
         assert staged.parts.receiving(0) is None
         await accept(staged, 0, data)
-        assert 0 not in staged.missing
+        assert 0 not in staged.parts.missing
 
     async def test_a_part_sent_again_stops_the_sender_before(self, weights, model, tmp_path, executor, monkeypatch):
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
@@ -287,30 +277,27 @@ class TestSeveralThreads:
         stuck.write(0, memoryview(bytes(10)))
         whole = asyncio.create_task(accept(staged, 0, data))
         await aborted.wait()
-        assert 0 in staged.missing
+        assert 0 in staged.parts.missing
         stuck.close()
         staged.parts.end(stuck)
         await whole
-        assert staged.digests == {0: xxhash.xxh3_128_hexdigest(data)}
+        assert staged.parts.digests == {0: xxhash.xxh3_128_hexdigest(data)}
         assert bytes(staged.parts.read(0, 0, PART_BYTES)) == data
         await staged.discard()
 
-    @pytest.mark.parametrize(("batches", "threads"), [(0, 4), (1, 4), (7, 1), (7, 3), (8, 4), (100, 8)])
-    def test_threads_take_batches_that_are_far_apart(self, batches, threads):
-        given = [[str(i)] for i in range(batches)]
-        order = spread(given, threads)
-        assert sorted(order) == sorted(given)
-        together = [int(name) for [name] in order[: min(threads, batches)]]
-        assert all(b - a >= batches // threads for a, b in pairwise(together))
-        if threads == 1:
-            assert order == given
+    @pytest.mark.parametrize(("batches", "threads"), [(0, 4), (7, 1), (7, 3), (100, 8)])
+    def test_threads_read_batches_that_are_far_apart(self, tmp_path, monkeypatch, batches, threads):
+        order = order_of({f"{i:03}": 60 for i in range(batches)}, tmp_path, monkeypatch, threads)
+        assert sorted(order) == list(range(batches))
+        assert all(b - a >= batches // threads for a, b in pairwise(order[: min(threads, batches)]))
 
     def test_large_tensors_are_read_first(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(upload_session, "BATCH_BYTES", 100)
-        sizes = {"a": 60, "b": 60, "embedding": 300, "c": 60, "head": 400}
-        save_file(
-            {name: torch.zeros(size, dtype=torch.int8) for name, size in sizes.items()}, tmp_path / "0.safetensors"
-        )
-        order = reading_order(FolderSource(tmp_path), 2)
-        assert order[:2] == [["head"], ["embedding"]]
-        assert sorted(order[2:]) == [["a"], ["b"], ["c"]]
+        order = order_of({"0": 60, "1": 60, "2": 300, "3": 60, "4": 400}, tmp_path, monkeypatch, 2)
+        assert order[:2] == [4, 2] and sorted(order[2:]) == [0, 1, 3]
+
+
+def order_of(sizes: dict[str, int], folder: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> list[int]:
+    """In which tensors of these sizes and numbers are read, each by itself."""
+    monkeypatch.setattr(upload_session, "BATCH_BYTES", 100)
+    save_file({name: torch.zeros(size, dtype=torch.int8) for name, size in sizes.items()}, folder / "0.safetensors")
+    return [int(name) for [name] in reading_order(FolderSource(folder), threads)]

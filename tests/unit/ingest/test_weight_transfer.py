@@ -68,20 +68,6 @@ class TestWholeUpdates:
             assert status.digest == expected.digest(sent, fingerprint)
         assert ingest.transfer.status().state == "joined"
 
-    async def test_tensors_may_be_broadcast_one_by_one(self, ingest, joined, weights, fingerprint):
-        await ingest.transfer.start()
-        plain = {**update_info(weights), "packed": False}  # where trainers for vLLM below 0.28 say it
-        receiving = asyncio.create_task(ingest.transfer.update(plain))
-        await asyncio.to_thread(joined.broadcast, weights.items(), packed=False)
-        await receiving
-        assert (await ingest.transfer.finish(None)).digest == expected.digest(weights, fingerprint)
-
-    async def test_tensors_may_come_in_several_requests(self, ingest, joined, weights, fingerprint):
-        await ingest.transfer.start()
-        for name, tensor in weights.items():
-            await send(ingest, joined, {name: tensor})
-        assert (await ingest.transfer.finish(None)).digest == expected.digest(weights, fingerprint)
-
     @pytest.mark.parametrize(
         ("label", "more"), [("{}", 5), (None, 1), ("0", 1), ("step-9", 1), ("9" * 16, 1), ("-3", 1), ("", 1)]
     )
@@ -103,7 +89,8 @@ class TestEmptyTables:
             status = await push(ingest, joined, sent, announced=empty)
             assert (status.version, status.digest) == (version, expected.digest(sent, fingerprint))
 
-    async def test_an_empty_table_repeats_the_packing_too(self, ingest, joined, weights, fingerprint):
+    async def test_tensors_may_be_broadcast_one_by_one_and_so_again(self, ingest, joined, weights, fingerprint):
+        # where trainers for vLLM below 0.28 say it
         for announced in ({**update_info(weights), "packed": False}, AS_BEFORE):
             await ingest.transfer.start()
             receiving = asyncio.create_task(ingest.transfer.update(announced))
@@ -166,16 +153,6 @@ class TestRepeatedRequests:
         await send(ingest, joined, weights)
         assert (await ingest.transfer.finish(None)).version == newest + 1
 
-    async def test_a_version_that_is_lost_is_in_nobodys_way(self, ingest, joined, newest, weights):
-        """A trainer that was refused may never come back; its version's number is free at once."""
-        await ingest.transfer.start()
-        with pytest.raises(InvalidManifest, match=r"unknown: model\.extra\.weight"):
-            await send(ingest, joined, {"model.extra.weight": torch.zeros(2), **weights})
-        assert (await Trainer(ingest).push(newest + 1, weights)).version == newest + 1
-        with pytest.raises(InvalidManifest, match=r"unknown: model\.extra\.weight"):
-            await ingest.transfer.finish(None)
-        assert (await ingest.fleet()).latest_version == newest + 1
-
     async def test_an_incomplete_version_fails_by_name_each_time(self, ingest, joined, newest, weights):
         await ingest.transfer.start()
         await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
@@ -205,9 +182,11 @@ class TestWrongAnnouncements:
         await ingest.transfer.start()
         with pytest.raises(InvalidManifest, match=problem):
             await send(ingest, joined, {**weights, **wrong})
+        # the trainer may never come back: the number is free at once
+        assert (await Trainer(ingest).push(newest + 1, weights)).version == newest + 1
         with pytest.raises(InvalidManifest, match=problem):
             await ingest.transfer.finish(None)
-        assert (await push(ingest, joined, weights)).version == newest + 1  # the group is sound still
+        assert (await push(ingest, joined, weights)).version == newest + 2  # the group is sound still
 
     async def test_a_tensor_that_comes_twice_is_refused(self, ingest, joined, weights):
         await ingest.transfer.start()
@@ -244,16 +223,12 @@ class TestOutOfOrder:
         await receiving
         assert (await ingest.transfer.finish(None)).version == newest + 1
 
-    async def test_a_start_drops_what_was_not_finished(self, ingest, joined, newest, weights):
-        await ingest.transfer.start()
-        await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
-        assert (await push(ingest, joined, weights)).version == newest + 1
-
-    async def test_a_newer_upload_overtakes_a_broadcast(self, ingest, joined, newest, weights):
+    @pytest.mark.parametrize("more", [1, 2])
+    async def test_an_upload_that_was_committed_overtakes_a_broadcast(self, ingest, joined, newest, weights, more):
         await ingest.transfer.start()
         await send(ingest, joined, weights)
-        assert (await Trainer(ingest).push(newest + 2, weights)).version == newest + 2
-        with pytest.raises(VersionConflict, match=f"not newer than the newest committed version {newest + 2}"):
+        assert (await Trainer(ingest).push(newest + more, changed(weights, 0.25))).version == newest + more
+        with pytest.raises(VersionConflict, match=f"not newer than the newest committed version {newest + more}"):
             await ingest.transfer.finish(None)
 
     @pytest.mark.parametrize("label", [None, "run/step-7", "not a label"])
@@ -265,21 +240,17 @@ class TestOutOfOrder:
             await ingest.transfer.finish(label)
         assert (await ingest.commit(newest + 1, CommitUpload())).label is None
 
-    async def test_a_committed_upload_of_its_number_is_not_taken_for_it(self, ingest, joined, newest, weights):
-        await ingest.transfer.start()
-        await send(ingest, joined, weights)
-        await Trainer(ingest).push(newest + 1, changed(weights, 0.25))
-        with pytest.raises(VersionConflict, match=f"not newer than the newest committed version {newest + 1}"):
-            await ingest.transfer.finish(None)
-
     async def test_a_label_of_a_staged_version_is_refused(self, ingest, joined, newest, weights):
         await Trainer(ingest).upload(newest + 3, weights, order=[0])
         with pytest.raises(VersionConflict, match=f"version {newest + 3} is being uploaded by somebody else"):
             await push(ingest, joined, weights, str(newest + 3))
         await ingest.discard(newest + 3)
 
-    async def test_a_broadcast_is_committed_by_finish_alone(self, ingest, joined, newest, weights):
+    async def test_a_broadcast_is_committed_by_finish_alone_and_dropped_by_a_start(
+        self, ingest, joined, newest, weights
+    ):
         await ingest.transfer.start()
         await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
         with pytest.raises(UploadIncomplete, match="POST /finish_weight_update commits it"):
             await ingest.commit(newest + 1, CommitUpload())
+        assert (await push(ingest, joined, weights)).version == newest + 1

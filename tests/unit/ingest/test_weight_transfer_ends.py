@@ -79,39 +79,39 @@ class TestNoGroup:
                 await request
         with pytest.raises(WeightTransferFailed, match="POST /start_weight_update first"):
             await ingest.transfer.finish(None)
+        for announced in (
+            {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1 << 40]]},
+            {"names": ["a"], "dtype_names": ["quaternion"], "shapes": [[1]]},
+            {"ipc_handles_pickled": "gASVAAA="},  # another backend
+            [],  # no rank
+            None,
+        ):
+            with pytest.raises(InvalidRequest, match="POST /update_weights"):
+                await ingest.transfer.update(announced)
+        with pytest.raises(InvalidRequest, match="begun by POST /start_weight_update: give a path or tensors"):
+            await ingest.begin(BeginUpload(version=1, source=BroadcastSource(transfer="a")))
+        trainer = GlooTrainer(speaks_gloo=False)
+        with pytest.raises(WeightTransferFailed, match=r"set weights\.ingest_num_gpus.*nothing was joined"):
+            await ingest.transfer.init(TransferInit.model_validate(trainer.init_info))
         await ingest.transfer.shutdown()
         assert ingest.transfer.status().state == "no group"
 
     @pytest.mark.parametrize(
-        "announced",
+        ("announced", "why"),
         [
-            {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1 << 40]]},
-            {"names": ["a"], "dtype_names": ["quaternion"], "shapes": [[1]]},
-            {"ipc_handles_pickled": "gASVAAA="},
-            [],
-            None,
+            ({"names": ["a"]}, "POST /update_weights: update_info"),
+            (AS_BEFORE, r"names is empty.*this group has had none.*POST /init_weight"),
         ],
-        ids=["too large", "no dtype", "another backend", "no rank", "nothing"],
+        ids=["no dtypes", "an empty table in a first round"],
     )
-    async def test_what_cannot_be_received_is_refused(self, ingest, announced):
-        with pytest.raises(InvalidRequest, match="POST /update_weights"):
-            await ingest.transfer.update(announced)
-
-    async def test_what_cannot_be_received_ends_the_group(self, ingest, joined):
+    async def test_what_cannot_be_received_ends_the_group(self, ingest, joined, announced, why):
         await ingest.transfer.start()
-        with pytest.raises(InvalidRequest, match="POST /update_weights: update_info"):
-            await ingest.transfer.update({"names": ["a"]})
+        with pytest.raises(InvalidRequest, match=why):
+            await ingest.transfer.update(announced)
         with pytest.raises(RuntimeError):  # a trainer that broadcasts all the same is told at once
             await asyncio.to_thread(joined.broadcast_bytes, torch.zeros(1 << 24, dtype=torch.uint8))
         with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine first"):
             await ingest.transfer.start()
-
-    async def test_an_empty_table_in_a_first_round_is_refused(self, ingest, joined):
-        await ingest.transfer.start()
-        with pytest.raises(InvalidRequest, match=r"names is empty.*this group has had none.*POST /init_weight"):
-            await ingest.transfer.update(AS_BEFORE)
-        with pytest.raises(RuntimeError):  # a trainer that broadcasts all the same is told at once
-            await asyncio.to_thread(joined.broadcast_bytes, torch.zeros(1 << 24, dtype=torch.uint8))
 
     async def test_a_table_ends_with_its_group(self, ingest, joined, weights):
         assert (await push(ingest, joined, weights)).version == 1
@@ -129,31 +129,26 @@ class TestNoGroup:
             await push(ingest, joined, broken)
         assert (await push(ingest, joined, weights, announced=AS_BEFORE)).version == 1
 
-    async def test_a_request_too_many_in_a_round_is_refused(self, ingest, joined, weights):
+    async def test_an_init_may_come_again_and_a_request_too_many_is_refused(self, ingest, joined, weights):
+        pid = receiver_pid()
+        await ingest.transfer.init(TransferInit.model_validate(joined.init_info))
+        assert receiver_pid() == pid
         await push(ingest, joined, weights)
         await ingest.transfer.start()
         await send(ingest, joined, weights)
         with pytest.raises(InvalidRequest, match=r"request 2 of this round.*that round had 1"):
             await ingest.transfer.update(AS_BEFORE)
 
-    async def test_an_init_may_come_again(self, ingest, joined, weights):
-        pid = receiver_pid()
-        await ingest.transfer.init(TransferInit.model_validate(joined.init_info))
-        assert receiver_pid() == pid
-        assert (await push(ingest, joined, weights)).version == 1
-
-    async def test_a_trainer_that_speaks_nccl_is_not_joined(self, ingest):
-        trainer = GlooTrainer(speaks_gloo=False)
-        with pytest.raises(WeightTransferFailed, match=r"set weights\.ingest_num_gpus.*nothing was joined"):
-            await ingest.transfer.init(TransferInit.model_validate(trainer.init_info))
-        assert ingest.transfer.status().state == "no group"
-
 
 class TestGoingAway:
-    async def test_a_receiver_that_is_killed_fails_the_update_by_name(self, ingest, joined, weights):
+    @pytest.mark.parametrize("is_receiving", [True, False])
+    async def test_a_receiver_that_is_killed_fails_the_update_by_name(self, ingest, joined, weights, is_receiving):
         await ingest.transfer.start()
-        receiving = await receive_nothing(ingest, weights)
+        receiving = await receive_nothing(ingest, weights) if is_receiving else None
         os.kill(pid := receiver_pid(), signal.SIGKILL)
+        while psutil.pid_exists(pid):
+            await asyncio.sleep(0.01)
+        receiving = receiving or asyncio.create_task(ingest.transfer.update(update_info(weights)))
         with pytest.raises(WeightTransferFailed, match=f"the receiver process {pid} .*ended"):
             await receiving
         with pytest.raises(WeightTransferFailed, match=f"the receiver process {pid} .*ended"):
@@ -231,10 +226,6 @@ if __name__ == "__main__":
         parent.stdout.close()
         gone, _ = psutil.wait_procs([receiver], timeout=120)
         assert gone == [receiver]
-
-    async def test_a_broadcast_is_no_source_of_an_upload(self, ingest):
-        with pytest.raises(InvalidRequest, match="begun by POST /start_weight_update: give a path or tensors"):
-            await ingest.begin(BeginUpload(version=1, source=BroadcastSource(transfer="a")))
 
     async def test_a_broadcast_is_not_taken_up_after_a_restart(self, ingest, config, joined, weights):
         await ingest.transfer.start()

@@ -53,13 +53,11 @@ class TestMeasuring:
         assert status is not None and (status.choice, status.measured_version, status.unfit) == (choice, 1, {})
         assert status.saturated == dict.fromkeys(LAYERS, (0, 0))
 
-    @pytest.mark.parametrize("dtype", ["fp8_e4m3", "bfloat16"])
-    async def test_a_known_choice_needs_no_measurement(self, replica, dtype):
-        known = KNOWN.model_copy(update={"dtype": dtype})
-        chooser = replica.with_choice(known)
+    async def test_a_known_choice_needs_no_measurement(self, replica):
+        chooser = replica.with_choice(KNOWN)
         await chooser.loaded(1, None)
         assert replica.engine.calls == replica.coordinator.asked == []
-        assert chooser.status == KVCacheStatus(choice=known)
+        assert chooser.status == KVCacheStatus(choice=KNOWN)
 
     async def test_keys_that_its_own_scales_do_not_hold_are_refused_where_bf16_is_the_fallback(self, replica):
         replica.engine.keys[LAYERS[1]] = [loud()]
@@ -74,30 +72,20 @@ class TestMeasuring:
         assert status is not None and status.choice.dtype == "fp8_e4m3"
         assert list(status.unfit) == [LAYERS[1]] and "k_saturated 1 is above 0.001" in status.unfit[LAYERS[1]]
         assert status.saturated == {LAYERS[0]: (0, 0), LAYERS[1]: (1, 0)}
+        replica.engine.keys[LAYERS[1]] = [uneven()]  # once it has chosen, it does not choose again
         await replica.chooser.loaded(2, None)
-        assert replica.chooser.status == status
+        assert replica.chooser.status == status and len(replica.coordinator.asked) == 1
         await replica.chooser.loaded(3, {f"{LAYERS[0]}.k_scale": 16.0})
         assert replica.chooser.status == KVCacheStatus(choice=status.choice)
 
-    async def test_it_is_judged_by_the_rank_that_is_worst(self, replica):
-        replica.engine.keys = {layer: [ordinary(), uneven(), ordinary()] for layer in LAYERS}
-        with pytest.raises(KVCacheUnfit, match="2 of 2 layers"):
-            await replica.chooser.loaded(1, None)
-
-    async def test_keys_that_no_scale_saves_are_refused_with_the_reasons(self, replica):
-        replica.engine.keys[LAYERS[1]] = [uneven()]
+    async def test_keys_that_no_scale_saves_on_any_rank_are_refused_with_the_reasons(self, replica):
+        replica.engine.keys = {LAYERS[0]: [ordinary()] * 3, LAYERS[1]: [ordinary(), uneven(), ordinary()]}
         words = rf"^FP8 is not accurate .* 1 of 2 layers: {LAYERS[1]}: k_channel_relative 0\.\d+ is above 0\.25$"
         with pytest.raises(KVCacheUnfit, match=words) as refused:
             await replica.chooser.loaded(1, None)
         assert list(refused.value.detail["layers"]) == [LAYERS[1]]
         assert refused.value.detail["judged_by"] == "r1, version 1"
         assert replica.coordinator.asked == [] and replica.chooser.status is None
-
-    async def test_once_it_has_chosen_it_does_not_choose_again(self, replica):
-        await replica.chooser.loaded(1, None)
-        replica.engine.keys[LAYERS[1]] = [uneven()]
-        await replica.chooser.loaded(2, None)
-        assert replica.engine.calls == ["measure", "judge"] and len(replica.coordinator.asked) == 1
 
     @pytest.mark.parametrize(
         ("factor", "why"), [(0, "1 tensors were zero throughout"), (math.nan, f"{LAYERS[1]}: q, k or v has NaN")]
@@ -163,18 +151,15 @@ class TestCacheDtype:
     def test_it_starts_with_what_was_found_before_or_finds_out(self, models, dtype, known, expected):
         assert starting_choice(dtype, models["keys and values"], known) == expected
 
-    @pytest.mark.parametrize("known", [None, FOUND_FP8, FOUND_BF16])
-    @pytest.mark.parametrize("attention", ["keys and values", "latent", "multimodal"])
-    def test_bf16_holds_where_it_is_asked_for(self, models, attention, known):
-        expected = KVCacheChoice(dtype="bfloat16", why="kv_cache.dtype says so")
-        assert starting_choice("bfloat16", models[attention], known) == expected
-
-    @pytest.mark.parametrize("known", [None, FOUND_FP8, FOUND_BF16])
-    @pytest.mark.parametrize(("dtype", "expected"), [("auto", "bfloat16"), ("fp8_e4m3", "fp8_e4m3")])
-    def test_latent_attention_gets_fp8_by_name_alone_unmeasured(self, models, dtype, expected, known):
-        choice = starting_choice(dtype, models["latent"], known)
-        assert choice is not None and choice.dtype == expected
-        assert "latent attention" in choice.why and choice.judged_by == ""
+    @pytest.mark.parametrize("known", [None, FOUND_FP8])
+    def test_what_is_asked_for_holds_without_a_measurement(self, models, known):
+        for model in models.values():
+            expected = KVCacheChoice(dtype="bfloat16", why="kv_cache.dtype says so")
+            assert starting_choice("bfloat16", model, known) == expected
+        for dtype, expected in ("auto", "bfloat16"), ("fp8_e4m3", "fp8_e4m3"):
+            choice = starting_choice(dtype, models["latent"], known)
+            assert choice is not None and choice.dtype == expected
+            assert "latent attention" in choice.why and choice.judged_by == ""
 
     def test_a_multimodal_model_keeps_bf16_and_fp8_by_name_is_refused(self, models):
         choice = starting_choice("auto", models["multimodal"], None)
@@ -205,11 +190,10 @@ class TestCacheDtype:
         coordinator.answers = [FOUND_FP8]  # by a replica that was quicker
         assert await without_fp8(coordinator, None, "it has no AVX-512", "r1") == alone
 
-    @pytest.mark.parametrize("choice", [FOUND_FP8, FOUND_BF16], ids=lambda choice: choice.dtype)
-    def test_an_engine_is_configured_with_it_and_nothing_else(self, choice):
+    def test_an_engine_is_configured_with_it_and_nothing_else(self):
         config = ServiceConfig.model_validate({"kv_cache": {"scales_policy": "unit"}, "model": {"path": Path("m")}})
-        chosen = with_kv_cache(config, choice)
-        assert (chosen.kv_cache.dtype, chosen.kv_cache.scales_policy) == (choice.dtype, "unit")
+        chosen = with_kv_cache(config, FOUND_BF16)
+        assert (chosen.kv_cache.dtype, chosen.kv_cache.scales_policy) == ("bfloat16", "unit")
         assert chosen.model_copy(update={"kv_cache": config.kv_cache}) == config
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.kv_scales import KVScales, scales_from_amax
 from rollout_service.kv_scales.observer import observe_qkv
+from tests.support.key_channels import LOUD, with_key_factors
 from tests.support.models import FAMILIES
 from tests.unit.kv_scales.small import small_model, tokens
 from tests.unit.kv_scales.two_ranks import scales_of
@@ -69,19 +70,19 @@ def closeness(observed: dict, expected: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(torch.as_tensor(amax[-1]).float(), expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("family", "kernel"), [("llama", "eager"), ("qwen2", "sdpa"), ("qwen3", "sdpa")])
 def test_it_sees_q_and_k_rotated_and_normed_and_v_as_projected(family, kernel):
     model, ids = small_model(family, kernel), tokens(0)
     with observe_qkv(model) as observation, torch.no_grad():
         model(ids)
     closeness(observation.amax(), expected_amax(model, ids, torch.ones_like(ids)))
     assert observation.tokens == 24
+    with pytest.raises(InvalidRequest, match="measured_with"):
+        observation.errors()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_masked_positions_do_not_count(kernel):
-    model, ids = small_model("llama", kernel), tokens(0)
+def test_masked_positions_do_not_count():
+    model, ids = small_model("llama", "sdpa"), tokens(0)
     mask = torch.ones_like(ids)
     mask[0, 4:] = 0
     ids[0, 4:] = 77
@@ -103,8 +104,10 @@ def test_masked_positions_do_not_count(kernel):
 
 def test_keys_and_values_are_those_that_a_cache_gets():
     model, ids, cache = small_model("qwen3", "sdpa"), tokens(1), DynamicCache()
-    with observe_qkv(model) as observation, torch.no_grad():
+    with observe_qkv(model.model) as observation, torch.no_grad():
         model(ids, past_key_values=cache)
+    # the backbone alone has the names of the checkpoint, too
+    assert list(observation.amax()) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     for amax, layer in zip(observation.amax().values(), cache.layers, strict=True):
         assert amax[0, 1] == layer.keys.abs().max()
         assert amax[0, 2] == layer.values.abs().max()
@@ -133,13 +136,6 @@ def test_the_model_computes_the_same_and_is_left_as_it_was(kernel):
     assert [len(amax) for amax in observation.amax().values()] == [1, 1]
 
 
-def test_the_backbone_alone_has_the_names_of_the_checkpoint():
-    model = small_model("llama")
-    with observe_qkv(model.model) as observation, torch.no_grad():
-        model.model(tokens(0))
-    assert list(observation.amax()) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
-
-
 def test_two_ranks_of_fsdp2_agree_on_the_larger_of_each(tmp_path):
     command = [sys.executable, "-m", "tests.unit.kv_scales.two_ranks", str(tmp_path / "store")]
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as other:
@@ -160,8 +156,6 @@ def test_two_ranks_of_fsdp2_agree_on_the_larger_of_each(tmp_path):
 def test_what_cannot_be_observed_is_refused():
     with pytest.raises(InvalidRequest, match="no transformers model"), observe_qkv(torch.nn.Linear(2, 2)):
         pass
-    from transformers import AutoModelForCausalLM
-
     latent = AutoModelForCausalLM.from_config(FAMILIES["deepseek_v3"]())
     with pytest.raises(InvalidRequest, match="latent attention"), observe_qkv(latent):
         pass
@@ -173,3 +167,14 @@ def test_what_cannot_be_observed_is_refused():
             model(tokens(0), attention_mask=torch.ones(2, 1, 12, 12))
     with pytest.raises(InvalidRequest, match="forward pass"):
         nothing.scales()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_models_with_keys_that_no_fp8_cache_takes_compute_the_same(family):
+    model, logits, keys = small_model(family), [], []
+    for factor in (1.0, LOUD):
+        model.load_state_dict(with_key_factors(model.state_dict(), torch.full((64,), factor)))
+        with torch.no_grad(), observe_qkv(model) as observation:
+            logits.append(model(tokens(0)).logits)
+        keys.append(observation.amax()["model.layers.1.self_attn"][0, 1])
+    assert torch.equal(*logits) and keys[1] == LOUD * keys[0]

@@ -1,14 +1,19 @@
 """KV scales are content of a version like its tensors: checked, digested, resumed with, and in conflict with others."""
 
+import math
+
 import pytest
 
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InvalidManifest, VersionConflict
 from rollout_service.kv_scales import KVScales, LayerScales
+from rollout_service.kv_scales.coordinator import VersionScales
+from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import CommitUpload, upload_digest, with_kv_scales
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.upload_record import read_record
+from tests.support.models import make_model
 from tests.unit.client.real_ingest import real_ingest
 from tests.unit.ingest.trainer import Trainer, begin_of, changed, started, stream_of
 
@@ -30,25 +35,10 @@ class TestCheck:
             ({n: s for n, s in SCALES.items() if n != V}, "missing", [V]),
             ({}, "missing", sorted(SCALES)),
             ({**SCALES, "model.layers.1.self_attn.k_scale": 1.0}, "unknown", ["model.layers.1.self_attn.k_scale"]),
-            ({**SCALES, K: 0.0}, "unusable", [f"{K} is 0"]),
-            ({**SCALES, K: -1.0}, "unusable", [f"{K} is -1"]),
-            ({**SCALES, K: float("nan")}, "unusable", [f"{K} is nan"]),
-            ({**SCALES, K: float("inf")}, "unusable", [f"{K} is inf"]),
-            ({**SCALES, K: 1e39}, "unusable", [f"{K} is 1e+39"]),
-            ({**SCALES, K: 3e38}, "unusable", [f"{K} is 3e+38"]),
-            ({**SCALES, K: 1e-39}, "unusable", [f"{K} is 1e-39"]),
-        ],
-        ids=[
-            "one missing",
-            "all missing",
-            "unknown",
-            "zero",
-            "negative",
-            "nan",
-            "inf",
-            "beyond fp32",
-            "overflows",
-            "subnormal",
+            *(
+                ({**SCALES, K: value}, "unusable", [f"{K} is {value:g}"])
+                for value in (0.0, -1.0, math.nan, math.inf, 1e39, 3e38, 1e-39)  # the last ones in fp32 or times 448
+            ),
         ],
     )
     async def test_scales_that_do_not_fit_are_refused_by_name(self, ingest, weights, scales, what, names):
@@ -73,6 +63,7 @@ class TestCommit:
 
     async def test_without_any_it_has_those_of_before_after_a_restart_too(self, config, weights, log):
         async with started(config) as ingest:
+            assert came(log.manifest(0)) == (None, "unit")
             await Trainer(ingest).push(1, weights, SCALES)
             await Trainer(ingest).push(2, changed(weights, 1.0))
         async with started(config) as again:
@@ -136,3 +127,21 @@ class TestClient:
                 await client.push_path(2, model, wait="none", kv_scales=observed(q=0.5, k=2.75, v=0.125))
             assert came(service.log.manifest(1)) == (SCALES, "trainer")
             assert came(service.log.manifest(2)) == (OTHERS, "trainer")
+
+
+@pytest.mark.parametrize(
+    ("family", "sections", "reason"),
+    [
+        ("llama", {"kv_cache": {"dtype": "bfloat16"}}, "kv_cache.dtype is bfloat16"),
+        ("llama", {"quant": {"weights": "none"}, "scaling": {"num_gpus": 1}}, "quant.weights is none"),
+        ("deepseek_v3", {"kv_cache": {"dtype": "fp8_e4m3"}}, "has no attention layers that take them"),
+    ],
+)
+def test_scales_are_refused_where_nothing_uses_them(tmp_path, family, sections, reason):
+    model = make_model(tmp_path / "model", family)
+    scales = VersionScales(
+        ServiceConfig.model_validate({"model": {"path": model}, **sections}), ServedModel.load(model)
+    )
+    scales.check(None)
+    with pytest.raises(InvalidManifest, match=f"brings 3 KV scales, but .*{reason}"):
+        scales.check(SCALES)

@@ -8,13 +8,14 @@ from rollout_service.metrics.exposition import MEASURED_VERSIONS, MismatchRow, e
 from rollout_service.metrics.table import OURS
 from rollout_service.protocol.adapters import HeldAdapter
 from rollout_service.protocol.base import Failure
-from rollout_service.protocol.fleet import Fleet, KVCacheChoice, KVCacheStatus, ReplicaStatus, UpdateTimings
+from rollout_service.protocol.fleet import EngineLoad, Fleet, KVCacheChoice, KVCacheStatus, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.mismatch import KVAgeRow, NotJudged
-from rollout_service.protocol.state import ServiceState
-from rollout_service.protocol.weights import WeightStatus
+from rollout_service.protocol.weights import ServiceState, WeightStatus
 
 NOW = 1000.0
 LAYER = "model.layers.0.self_attn"
+BUSY = EngineLoad(running=5, waiting=2, deferred=1, kv_cache_usage=0.25, kv_cache_tokens=4096)
+IDLE = EngineLoad(running=0, waiting=0, deferred=0, kv_cache_usage=0.0, kv_cache_tokens=2048)
 
 
 def row(version: int, replica_id: str | None = "a", suspect_since: float | None = None) -> MismatchRow:
@@ -38,14 +39,10 @@ def row(version: int, replica_id: str | None = "a", suspect_since: float | None 
     )
 
 
-def state(
-    *replicas: ReplicaStatus,
-    versions: tuple[WeightStatus, ...] = (),
-    latest: int = 9,
-) -> ServiceState:
+def state(*replicas: ReplicaStatus, versions: tuple[WeightStatus, ...] = ()) -> ServiceState:
     return ServiceState(
         at=NOW,
-        fleet=Fleet(latest_version=latest, paused=False, replicas=replicas),
+        fleet=Fleet(latest_version=9, paused=False, replicas=replicas),
         versions=versions,
         committed_at={5: 700.0, 8: 900.0, 9: 940.0},
         replicas_min=1,
@@ -110,13 +107,15 @@ class TestServiceState:
             family = families[metric.name.removesuffix("_total")]
             assert (family.type, family.documentation) == (metric.kind, metric.description)
 
-    def test_staleness_counts_from_the_first_version_a_replica_lacks(self):
-        found = samples(state(replica("new", 9), replica("old", 5), replica("starting", None, state="starting")))
-        assert values(found, "rollout_replica_version") == {("new",): 9, ("old",): 5}
+    def test_staleness_counts_from_the_first_version_a_replica_lacks_unless_it_is_pinned(self):
+        odd = 'a"b\\c\nd'  # replicas name themselves
+        replicas = replica("new", 9), replica("old", 5), replica(odd, 5, group="eval")
+        found = samples(state(*replicas, replica("starting", None, state="starting")))
+        assert values(found, "rollout_replica_version") == {("new",): 9, ("old",): 5, (odd,): 5}
         assert values(found, "rollout_replica_staleness_versions") == {("new",): 0, ("old",): 4}
         assert values(found, "rollout_replica_staleness_seconds") == {("new",): 0, ("old",): NOW - 900.0}
         states = values(found, "rollout_replicas")
-        assert states[("ready",)] == 2 and states[("starting",)] == 1 and states[("failed",)] == 0
+        assert states[("ready",)] == 3 and states[("starting",)] == 1 and states[("failed",)] == 0
 
     def test_adapters_are_summed_over_the_replicas_that_hold_them(self):
         held = HeldAdapter(name="run-a", version=3, digest="d", running=2)
@@ -124,12 +123,6 @@ class TestServiceState:
         found = samples(state(replica("a", 9, adapters=(held, failed)), replica("b", 9, adapters=(held,))))
         assert values(found, "rollout_adapter_replicas") == {("run-a", "3"): 2}
         assert values(found, "rollout_adapter_rollouts") == {("run-a", "3"): 4}
-
-    def test_pinned_replica_has_a_version_and_no_staleness(self):
-        found = samples(state(replica("new", 9), replica("pinned", 5, group="eval")))
-        assert values(found, "rollout_replica_version") == {("new",): 9, ("pinned",): 5}
-        assert values(found, "rollout_replica_staleness_versions") == {("new",): 0}
-        assert values(found, "rollout_replica_staleness_seconds") == {("new",): 0}
 
     def test_dead_replicas_and_removed_versions_are_not_exported(self):
         before = state(replica("a", 8), replica("b", 9), versions=(WeightStatus(version=8, state="committed"),))
@@ -139,21 +132,14 @@ class TestServiceState:
         assert {s.labels["replica"] for s in samples(after, *rows) if "replica" in s.labels} == {"b"}
         assert set(values(samples(after), "rollout_version_bytes")) == {("9",)}
 
-    def test_truncated_tokens_cover_live_replicas_and_new_versions(self):
-        truncated = (*(not_judged(version, "a") for version in range(100)), not_judged(99, "gone"))
-        found = samples(state(replica("a", 99)), truncated=truncated)
-        shown = {
-            (s.labels["version"], s.labels["replica"]): s.value
-            for s in found
-            if s.name == "rollout_mismatch_truncated_tokens_total"
-        }
-        assert shown == {(str(version), "a"): 5 for version in range(100 - MEASURED_VERSIONS, 100)}
-
-    def test_of_ever_growing_versions_the_newest_measured_are_shown(self):
-        rows = [row(version) for version in range(100)]
-        found = samples(state(replica("a", 99)), *rows)
-        versions = {s.labels["version"] for s in found if s.name == "rollout_mismatch_k3"}
-        assert versions == {str(version) for version in range(100 - MEASURED_VERSIONS, 100)}
+    @pytest.mark.parametrize("name", ["k3", "truncated_tokens_total"])
+    def test_rows_cover_live_replicas_and_the_newest_measured_versions(self, name):
+        replicas = [(version, "a") for version in range(100)] + [(99, "gone"), (99, None)]
+        rows = [row(version, replica_id) for version, replica_id in replicas]
+        truncated = tuple(not_judged(version, replica_id) for version, replica_id in replicas if replica_id)
+        found = samples(state(replica("a", 99)), *rows, truncated=truncated)
+        shown = [(s.labels["version"], s.labels["replica"]) for s in found if s.name == f"rollout_mismatch_{name}"]
+        assert shown == [(str(version), "a") for version in range(100 - MEASURED_VERSIONS, 100)]
 
     def test_ages_of_keys_are_joined_over_versions_and_replicas(self):
         def aged(version: int, *ages: tuple[int, int, float]) -> MismatchRow:
@@ -177,10 +163,6 @@ class TestServiceState:
         found = samples(state(replica("a", 9, adapters=(held,))), row(9), of("run-a", 3), of("run-a", 2), of("b", 3))
         assert [s.labels["adapter"] for s in found if s.name == "rollout_mismatch_k3"] == ["", "run-a@3"]
 
-    def test_rows_merged_over_replicas_are_not_exported(self):
-        found = samples(state(replica("a", 9)), row(9), row(9, replica_id=None))
-        assert [s.labels["replica"] for s in found if s.name == "rollout_mismatch_k3"] == ["a"]
-
     def test_a_version_is_suspect_on_the_replica_that_is(self):
         rows = [row(9, "a", suspect_since=960.0), row(9, "b"), row(8, "a", suspect_since=910.0)]
         found = samples(state(replica("a", 9), replica("b", 9)), *rows)
@@ -199,23 +181,37 @@ class TestServiceState:
         assert values(found, "rollout_staged_missing_parts") == {("10",): 3}
         assert values(found, "rollout_staged_failed") == {("10",): failed}
 
-    def test_names_that_replicas_give_themselves_are_escaped(self):
-        odd = 'a"b\\c\nd'
-        assert values(samples(state(replica(odd, 9))), "rollout_replica_version") == {(odd,): 9}
+
+def test_fp8_caches_show_their_measurement_where_there_is_one():
+    bf16 = KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="not for 2 of 2 layers"))
+    caches = {"a": kv_cache(0, 0.02, **{LAYER: "k_saturated"}), "b": kv_cache(None), "c": bf16}
+    replicas = [replica(name, 9, kv_cache=cache) for name, cache in caches.items()]
+    found = samples(state(*replicas, replica("d", None, state="starting")))
+    assert values(found, "rollout_kv_cache_fp8") == {("a",): 1, ("b",): 1, ("c",): 0}
+    assert values(found, "rollout_kv_unfit_layers") == {("a",): 1}
+    assert values(found, "rollout_kv_saturated_ratio") == {(LAYER, "a", "k"): 0.02, (LAYER, "a", "v"): 0.0}
 
 
-class TestKVCache:
-    def test_replicas_that_measured_export_saturated_and_unfit_layers(self):
-        measured = kv_cache(0, 0.02, **{LAYER: "k_saturated"})
-        found = samples(state(replica("a", 9, kv_cache=measured), replica("b", 9, kv_cache=kv_cache(None))))
-        assert values(found, "rollout_kv_cache_fp8") == {("a",): 1, ("b",): 1}
-        assert values(found, "rollout_kv_unfit_layers") == {("a",): 1}
-        shares = [s for s in found if s.name == "rollout_kv_saturated_ratio"]
-        assert {s.labels["tensor"]: s.value for s in shares} == {"k": 0.02, "v": 0.0}
-        assert {(s.labels["replica"], s.labels["layer"]) for s in shares} == {("a", LAYER)}
+def vllm_samples(*replicas: ReplicaStatus) -> dict[tuple[str, ...], float]:
+    """(name, labels in order) → value."""
+    found = samples(state(*replicas))
+    return {(s.name, *s.labels.values()): s.value for s in found if s.name.startswith("vllm:")}
 
-    def test_bf16_caches_and_starting_replicas_show_no_measurement(self):
-        bf16 = KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="not for 2 of 2 layers"))
-        found = samples(state(replica("a", 9, kv_cache=bf16), replica("b", None, state="starting")))
-        shown = {s.name: s.value for s in found if s.name.startswith("rollout_kv_")}
-        assert shown == {"rollout_kv_cache_fp8": 0}
+
+def test_each_serving_engine_s_load_has_vllm_s_names_and_a_number():
+    found = vllm_samples(replica("b", 9, load=BUSY), replica("a", 9, load=IDLE))
+    assert found == {
+        ("vllm:num_requests_running", "0"): 0,
+        ("vllm:num_requests_running", "1"): 5,
+        ("vllm:num_requests_waiting", "0"): 0,
+        ("vllm:num_requests_waiting", "1"): 3,
+        ("vllm:num_requests_waiting_by_reason", "0", "capacity"): 0,
+        ("vllm:num_requests_waiting_by_reason", "0", "deferred"): 0,
+        ("vllm:num_requests_waiting_by_reason", "1", "capacity"): 2,
+        ("vllm:num_requests_waiting_by_reason", "1", "deferred"): 1,
+        ("vllm:kv_cache_usage_perc", "0"): 0,
+        ("vllm:kv_cache_usage_perc", "1"): 0.25,
+        ("vllm:cache_config_info", "0", "2048"): 1,
+        ("vllm:cache_config_info", "1", "4096"): 1,
+    }
+    assert vllm_samples(replica("a", None, state="starting", load=BUSY), replica("b", 9)) == {}

@@ -52,7 +52,9 @@ def completion(index: int, *versions: int, end: str = "length") -> Completion:
 
 class TestCounted:
     async def test_a_rollout_counts_its_tokens_finish_reasons_and_time(self, counts):
-        completions = (completion(0, 1), completion(1, 1, 2), completion(2, 1, end="stop"))
+        first, second = completion(1, 1, 1).spans
+        moved = completion(1, 1, 1).model_copy(update={"spans": (first, second.model_copy(update={"replica_id": "b"}))})
+        completions = (completion(0, 1), moved, completion(2, 1, 2), completion(3, 1, end="stop"))
         rollout = Rollout(request_id="x", prompt_token_ids=(5, 6, 7), completions=completions, replica_id="a")
 
         @counted_rollout
@@ -62,32 +64,10 @@ class TestCounted:
         assert await roll_out() is rollout
         assert counts.total(table.REQUESTS, "ok") == 1
         assert counts.total(table.PROMPT_TOKENS) == 3
-        assert counts.total(table.COMPLETION_TOKENS) == 8
-        assert counts.total(table.COMPLETIONS, "length") == 2 and counts.total(table.COMPLETIONS, "stop") == 1
-        assert counts.total(table.MIXED_COMPLETIONS) == 1
+        assert counts.total(table.COMPLETION_TOKENS) == 12
+        assert counts.total(table.COMPLETIONS, "length") == 3 and counts.total(table.COMPLETIONS, "stop") == 1
+        assert counts.total(table.MIXED_COMPLETIONS) == 1  # one version on two replicas is not mixed
         assert len(counts.values[(table.TIME_TO_LAST_TOKEN.name,)]) == 1
-
-    async def test_a_completion_of_one_version_on_two_replicas_is_not_mixed(self, counts):
-        first, second = completion(0, 1, 1).spans
-        moved = completion(0, 1, 1).model_copy(update={"spans": (first, second.model_copy(update={"replica_id": "b"}))})
-        completions = (moved, completion(1, 1, 2))
-        rollout = Rollout(request_id="x", prompt_token_ids=(5,), completions=completions, replica_id="a")
-
-        @counted_rollout
-        async def roll_out() -> Rollout:
-            return rollout
-
-        await roll_out()
-        assert counts.total(table.MIXED_COMPLETIONS) == 1
-
-    async def test_a_rollout_that_failed_counts_its_error_and_no_time(self, counts):
-        @counted_rollout
-        async def roll_out() -> Rollout:
-            raise Overloaded("full")
-
-        with pytest.raises(Overloaded):
-            await roll_out()
-        assert counts.values == {(table.REQUESTS.name, "Overloaded"): [1.0]}
 
     async def test_a_rollout_that_was_cancelled_counts_as_that(self, counts):
         @counted_rollout
@@ -123,30 +103,27 @@ class TestCounted:
         assert counts.total(table.QUANTIZE_BYTES) == 24
         assert counts.total(table.QUANTIZE_SECONDS) > 0
 
-    def test_an_update_counts_its_bytes_and_the_time_of_each_stage(self, counts, tmp_path):
-        (tmp_path / "model-1.safetensors").write_bytes(bytes(100))
-        (tmp_path / "model-2.safetensors").write_bytes(bytes(11))
-        (tmp_path / "manifest.json").write_bytes(bytes(1000))
-        count_update(UpdateTimings(stage_s=3.0, closed_s=2.0, load_s=1.5), tmp_path)
-        assert counts.total(table.UPDATES, "ok") == 1
-        assert counts.total(table.UPDATE_BYTES) == 111
-        assert [counts.total(table.UPDATE_SECONDS, stage) for stage in ("stage", "closed", "load")] == [3.0, 2.0, 1.5]
-
-    def test_an_update_whose_files_are_gone_counts_but_for_its_bytes(self, counts, tmp_path, monkeypatch, caplog):
+    @pytest.mark.parametrize("is_readable", [True, False])
+    def test_an_update_counts_its_bytes_and_the_time_of_each_stage(
+        self, counts, tmp_path, monkeypatch, caplog, is_readable
+    ):
         def stale(path: Path, pattern: str) -> None:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
-        monkeypatch.setattr(Path, "glob", stale)
+        for name, nbytes in (("model-1.safetensors", 100), ("model-2.safetensors", 11), ("manifest.json", 1000)):
+            (tmp_path / name).write_bytes(bytes(nbytes))
+        if not is_readable:
+            monkeypatch.setattr(Path, "glob", stale)
         count_update(UpdateTimings(stage_s=3.0, closed_s=2.0, load_s=1.5), tmp_path)
-        assert counts.total(table.UPDATES, "ok") == 1 and f"{tmp_path} are not counted" in caplog.text
+        assert counts.total(table.UPDATES, "ok") == 1
+        assert counts.total(table.UPDATE_BYTES) == (111 if is_readable else 0)
+        assert is_readable or f"{tmp_path} are not counted" in caplog.text
         assert [counts.total(table.UPDATE_SECONDS, stage) for stage in ("stage", "closed", "load")] == [3.0, 2.0, 1.5]
 
-    def test_parts_count_with_their_bytes(self, counts):
+    def test_parts_and_versions_count_with_their_bytes_by_how_they_came(self, counts):
         count_part(10)
         count_part(5)
         assert counts.total(table.UPLOAD_PARTS) == 2 and counts.total(table.UPLOAD_BYTES) == 15
-
-    def test_versions_count_by_how_they_came_with_their_bytes_and_those_that_came(self, counts):
         count_received("delta", 10, 1000, TIMINGS)
         count_received("delta", 0, 1000, TIMINGS)  # nothing had changed
         count_received("parts", 1000, 1000, TIMINGS)
@@ -175,12 +152,10 @@ class TestRecord:
         assert outcome_of(OSError(28, "disk full")) == outcome_of(KeyError("x")) == "Exception"
         assert all(outcome_of(cls("x")) == name for name, cls in error_classes().items())
 
-    @pytest.mark.parametrize("labels", [{}, {"outcome": "ok", "version": "3"}, {"version": "3"}])
-    def test_labels_that_were_not_declared_are_refused(self, labels):
-        with pytest.raises(ValueError, match="has the labels"):
-            record(table.REQUESTS, **labels)
-
-    def test_a_process_cannot_record_a_metric_of_the_services_state(self):
+    def test_undeclared_labels_and_metrics_of_the_services_state_are_refused(self):
+        for labels in ({}, {"outcome": "ok", "version": "3"}, {"version": "3"}):
+            with pytest.raises(ValueError, match="has the labels"):
+                record(table.REQUESTS, **labels)
         with pytest.raises(ValueError, match="of a service"):
             record(table.LATEST_VERSION, 3)
 

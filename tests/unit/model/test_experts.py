@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rollout_service.model.families import FAMILIES
+from rollout_service.model.engine_layout import FAMILIES
 from rollout_service.protocol.experts import ExpertNaming, Piece, pieces
 from tests.support.models import make_model
 

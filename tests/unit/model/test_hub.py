@@ -37,17 +37,9 @@ class Node:
         self.hub, self.cache, self.cwd = hub, folder / "hf", folder
 
     def start(self, model: dict[str, str], *options: str, **variables: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [
-                *self.hub.env(self.cache, **variables),
-                *(sys.executable, "-m", "tests.support.fetch_model", *options),
-            ],
-            cwd=self.cwd,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        command = [*self.hub.env(self.cache, **variables), sys.executable, "-m", "tests.support.fetch_model", *options]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen(command, cwd=self.cwd, text=True, **pipes)
         assert process.stdin is not None
         process.stdin.write(json.dumps(model))
         process.stdin.close()
@@ -66,8 +58,12 @@ class Node:
         assert process.returncode == 1 and not out and "ModelNotDownloaded: " in err, err
         return err.partition("ModelNotDownloaded: ")[2]
 
-    def download(self, repo_id: str) -> Path:
-        return Path(self.fetch({"path": repo_id}, "--weights")["path"])
+    def download(self) -> Path:
+        return Path(self.fetch({"path": REPO}, "--weights")["path"])
+
+    def away(self, how: str) -> dict[str, str]:
+        nowhere = f"{self.hub.url.rpartition(':')[0]}:1"
+        return {"HF_HUB_OFFLINE": "1"} if how == "HF_HUB_OFFLINE" else {"HF_ENDPOINT": nowhere}
 
 
 @pytest.fixture
@@ -105,20 +101,20 @@ class TestFiles:
         model = ServedModel.load(Path(fetched["path"]), fetched["served_name"], fetched["revision"])
         assert model.has_tokenizer and model.shapes == ServedModel.load(tiny_model).shapes
 
-    def test_of_weights_only_what_the_index_names(self, hub, node, sharded_model):
+    async def test_version_0_is_made_of_what_the_index_names_while_progress_is_logged(self, hub, node, sharded_model):
         hub.publish(REPO, sharded_model)
         shards = sorted(path.name for path in sharded_model.glob("model-*.safetensors"))
         assert len(shards) > 2
-        folder = node.download(REPO)
+        fetched = node.fetch({"path": REPO}, "--weights", "--log-every", "0")
+        folder, log = Path(fetched["path"]), fetched["log"].splitlines()
         assert sorted(path.name for path in folder.glob("*.safetensors")) == shards
         assert same_files(folder, sharded_model, shards)
         assert {"consolidated.safetensors", "pytorch_model.bin", "README.md"}.isdisjoint(hub.downloaded())
-
-    async def test_version_0_is_made_from_them(self, hub, node, sharded_model):
-        hub.publish(REPO, sharded_model)
-        fetched = node.fetch({"path": REPO}, "--weights")
-        here = {"path": Path(fetched["path"]), "revision": fetched["revision"], "served_name": REPO}
+        size = f"{sum((sharded_model / name).stat().st_size for name in shards) / 1e6:.2f}MB"
+        assert {f"{REPO}: downloading 3 files, {size}", f"{REPO}: {size} of {size} downloaded"} <= set(log)
+        assert "%" not in "".join(log), "no bars: there is no terminal"
         config = config_of(sharded_model, node.cwd / "log")
+        here = {"path": folder, "revision": fetched["revision"], "served_name": REPO}
         async with started(config.model_copy(update={"model": config.model.model_copy(update=here)})) as ingest:
             assert (await ingest.status(0)).state == "committed"
         fingerprint = WeightLog(node.cwd / "log").manifest(0).fingerprint
@@ -133,13 +129,12 @@ class TestFiles:
 
 class TestRevisions:
     def test_a_commit_stays_when_the_branch_moves(self, hub, node, tiny_model, sharded_model):
-        old = hub.publish(REPO, tiny_model, "main", "v1")
+        old = hub.publish(REPO, tiny_model, "main")
         pinned = node.fetch({"path": REPO})
         new = hub.publish(REPO, sharded_model)
         assert pinned["revision"] == old != new
         kept = node.fetch({"path": REPO, "revision": old}, "--weights")
         assert same_files(Path(kept["path"]), tiny_model, [WEIGHTS])
-        assert node.fetch({"path": REPO, "revision": "v1"})["revision"] == old
         assert node.fetch({"path": REPO})["revision"] == new
 
     def test_a_revision_that_is_not_there_is_named(self, hub, node, tiny_model):
@@ -161,7 +156,7 @@ class TestInterruptions:
         (large / WEIGHTS).write_bytes(os.urandom(24 << 20))
         hub.publish(REPO, large)
         hub.cut_once[WEIGHTS] = 12 << 20
-        assert same_files(node.download(REPO), large, [WEIGHTS])
+        assert same_files(node.download(), large, [WEIGHTS])
         first, second = (request for request in hub.requests if request.startswith("GET") and WEIGHTS in request)
         # huggingface_hub writes 10 MiB at a time
         assert first.endswith(f"{WEIGHTS} ") and second.endswith(f"{WEIGHTS} bytes={10 << 20}-")
@@ -179,7 +174,7 @@ class TestInterruptions:
             process.send_signal(signal.SIGKILL)
             process.communicate()
         hub.held.pop(last).set()
-        folder = node.download(REPO)
+        folder = node.download()
         assert Counter(hub.downloaded())[last] == 2
         assert {count for name, count in Counter(hub.downloaded()).items() if name != last} == {1}
         assert same_files(folder, sharded_model, [last])
@@ -189,40 +184,26 @@ class TestInterruptions:
         here = {path.name for path in node.cache.rglob("model-*.safetensors")}
         return here == {path.name for path in model.glob("model-*.safetensors")} - {last}
 
-    def test_progress_is_logged_where_there_is_no_terminal(self, hub, node, sharded_model):
-        hub.publish(REPO, sharded_model)
-        nbytes = sum(path.stat().st_size for path in sharded_model.glob("model-*.safetensors"))
-        log = node.fetch({"path": REPO}, "--weights", "--log-every", "0")["log"].splitlines()
-        assert f"{REPO}: downloading 3 files, {nbytes / 1e6:.2f}MB" in log
-        assert f"{REPO}: {nbytes / 1e6:.2f}MB of {nbytes / 1e6:.2f}MB downloaded" in log
-        assert "%" not in "".join(log)
-        again = node.fetch({"path": REPO}, "--weights", "--log-every", "0")["log"]
-        assert "download" not in again, "nothing comes"
-
 
 class TestOffline:
     @pytest.mark.parametrize("how", ["the hub is away", "HF_HUB_OFFLINE"])
-    def test_what_is_in_the_cache_is_served(self, hub, node, tiny_model, how):
-        commit = hub.publish(REPO, tiny_model)
-        folder = node.download(REPO)
-        before = len(hub.requests)
-        away = {"HF_HUB_OFFLINE": "1"} if how == "HF_HUB_OFFLINE" else {"HF_ENDPOINT": nowhere(hub)}
-        fetched = node.fetch({"path": REPO}, "--weights", **away)
-        assert (fetched["path"], fetched["revision"]) == (str(folder), commit)
-        assert len(hub.requests) == before
-
-    @pytest.mark.parametrize("how", ["the hub is away", "HF_HUB_OFFLINE"])
-    def test_what_is_not_there_is_said(self, hub, node, tiny_model, how):
-        away = {"HF_HUB_OFFLINE": "1"} if how == "HF_HUB_OFFLINE" else {"HF_ENDPOINT": nowhere(hub)}
-        said = node.refused({"path": REPO}, **away)
+    def test_what_is_not_there_is_said(self, node, how):
+        said = node.refused({"path": REPO}, **node.away(how))
         assert f"{REPO} at main is not, or not all, in {node.cache}/hub on {os.uname().nodename}" in said
         assert ("HF_HUB_OFFLINE" in said) is (how == "HF_HUB_OFFLINE")
 
-    def test_weights_that_are_not_there_are_said(self, hub, node, tiny_model):
-        hub.publish(REPO, tiny_model)
+    def test_what_is_in_the_cache_is_served_and_no_more(self, hub, node, tiny_model):
+        commit = hub.publish(REPO, tiny_model)
         node.fetch({"path": REPO})
-        said = node.refused({"path": REPO}, "--weights", HF_HUB_OFFLINE="1")
+        said = node.refused({"path": REPO}, "--weights", **node.away("HF_HUB_OFFLINE"))
         assert "is not, or not all, in" in said and f"{hub.url} cannot be reached" in said
+        folder = node.download()
+        before = len(hub.requests)
+        for how in ("the hub is away", "HF_HUB_OFFLINE"):
+            fetched = node.fetch({"path": REPO}, "--weights", "--log-every", "0", **node.away(how))
+            assert (fetched["path"], fetched["revision"]) == (str(folder), commit)
+            assert "download" not in fetched["log"], "nothing comes"
+        assert len(hub.requests) == before
 
 
 class TestRefusals:
@@ -278,8 +259,3 @@ class TestRefusals:
             hub_module._explain_errors(ModelConfig(path=Path(REPO))),
         ):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def nowhere(hub: HubServer) -> str:
-    """An address where nothing listens."""
-    return hub.url.rpartition(":")[0] + ":1"

@@ -41,21 +41,13 @@ def test_a_collapsed_list_stands_for_exactly_the_names_given(names):
 def test_every_expert_of_every_layer_is_one_line():
     names = [f"model.layers.{layer}.mlp.experts.{e}.up_proj" for layer in range(48) for e in range(128)]
     assert collapse(names) == ["model.layers.{0-47}.mlp.experts.{0-127}.up_proj"]
-
-
-def test_a_single_name_keeps_its_form():
-    assert collapse(["model.layers.3.mlp.up_proj"]) == ["model.layers.3.mlp.up_proj"]
-
-
-def test_numbers_inside_of_words_are_left_alone():
-    assert collapse(["a.w1", "a.w2"]) == ["a.w1", "a.w2"]
+    assert collapse(["a.w1", "a.w2"]) == ["a.w1", "a.w2"], "numbers in words"
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("model.layers.12.mlp.experts.7.up_proj", "mlp.experts.*.up_proj"),
-        ("model.layers.0.self_attn.q_proj", "self_attn.q_proj"),
         ("model.norm", "norm"),
         ("lm_head", "lm_head"),
     ],

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from rollout_service.config.engine import QuantConfig
-from rollout_service.model.families import FUSED, Heads, table_layout
+from rollout_service.model.engine_layout import FUSED, Heads, table_layout
 from rollout_service.model.quant_plan import QuantPlan, plan
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL
@@ -52,60 +52,46 @@ def moe(intermediate: int = 256, hidden: int = 256, experts: int = 3, layers: in
 class TestSkipped:
     def test_without_skip_patterns_every_linear_module_is_quantized(self):
         assert plan(LINEARS, QuantConfig()) == QuantPlan(frozenset(f"{name}.weight" for name in LINEARS), ())
-
-    def test_nothing_is_quantized_in_bf16_and_no_shape_is_refused(self):
         assert plan({"odd": (3, 5)}, QuantConfig(weights="none")) == QuantPlan(frozenset())
 
-    def test_skipped_modules_stay_in_bf16_and_vllm_is_told(self):
-        decided = plan(LINEARS, QuantConfig(skip=("*.mlp.down_proj", "*.o_proj")))
-        assert decided.not_converted == (f"{LAYER}mlp.down_proj", f"{LAYER}self_attn.o_proj")
-        assert f"{LAYER}mlp.down_proj.weight" not in decided.quantized
-        assert len(decided.quantized) == len(LINEARS) - 2
-        assert decided.kept == {
-            f"{LAYER}mlp.down_proj": "quant.skip *.mlp.down_proj",
-            f"{LAYER}self_attn.o_proj": "quant.skip *.o_proj",
-        }
-
-    def test_a_pattern_for_layer_1_does_not_match_layers_10_and_11(self):
-        linears = {f"model.layers.{layer}.mlp.down_proj": (128, 128) for layer in (1, 10, 11)}
-        assert plan(linears, QuantConfig(skip=("*.layers.1.*",))).not_converted == ("model.layers.1.mlp.down_proj",)
-
-    def test_patterns_tell_upper_from_lower_case(self):
-        with pytest.raises(ValueError, match=r"\*\.Down_Proj matches no linear module"):
-            plan(LINEARS, QuantConfig(skip=("*.Down_Proj",)))
-
-    def test_a_pattern_that_matches_nothing_is_refused(self):
-        with pytest.raises(
-            ValueError, match=r"\*\.layer\.9\.\* matches no linear module; their names are like model\.layers"
-        ):
-            plan(LINEARS, QuantConfig(skip=("*.down_proj", "*.layer.9.*")))
-
     @pytest.mark.parametrize(
-        ("pattern", "torn"),
-        [("*.q_proj", ["k_proj", "v_proj"]), ("*.up_proj", ["gate_proj"])],
+        ("linears", "patterns", "kept", "not_converted"),
+        [
+            (LINEARS, ("*.mlp.down_proj", "*.o_proj"), "mlp.down_proj self_attn.o_proj", None),
+            (LINEARS, ("*.[qkv]_proj",), "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.qkv_proj"),
+            (LINEARS, ("*.qkv_proj",), "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.qkv_proj"),
+            ({f"model.layers.{i}.o_proj": (128, 128) for i in (0, 10)}, ("*.layers.0.*",), "o_proj", None),
+            ({"model.layers.0.o_proj": (130, 128)}, ("*.o_proj",), "o_proj", None),  # which does not divide
+        ],
     )
-    def test_a_part_of_a_fused_layer_is_not_skipped_without_the_rest(self, pattern, torn):
-        with pytest.raises(ValueError, match="fuses into one layer") as refused:
-            plan(LINEARS, QuantConfig(skip=(pattern,)))
-        assert all(f".{name}" in str(refused.value) for name in torn)
-        assert "down_proj" not in str(refused.value)
-
-    @pytest.mark.parametrize("pattern", ["*.experts.1.*", "*.down_proj", "model.layers.1.mlp.experts.[01].*"])
-    def test_experts_of_a_layer_are_not_skipped_without_the_rest(self, pattern):
-        with pytest.raises(ValueError, match=r"fuses into one layer.*layers\.\{?(0-)?1\}?\.mlp\.experts\."):
-            plan(moe(), QuantConfig(skip=(pattern,)))
-
-    @pytest.mark.parametrize("pattern", ["*.[qkv]_proj", "*.qkv_proj"])
-    def test_a_fused_layer_is_skipped_as_a_whole(self, pattern):
-        decided = plan(LINEARS, QuantConfig(skip=(pattern,)))
-        assert decided.kept.keys() == {f"{LAYER}self_attn.{x}_proj" for x in "qkv"}
-        assert decided.quantized == {f"{name}.weight" for name in LINEARS.keys() - decided.kept.keys()}
+    def test_skipped_modules_stay_in_bf16_and_vllm_is_told(self, linears, patterns, kept, not_converted):
+        decided = plan(linears, QuantConfig(skip=patterns))
+        names = {f"{LAYER}{name}" for name in kept.split()}
+        assert decided.kept.keys() == names
+        assert decided.quantized == {f"{name}.weight" for name in linears.keys() - names}
+        told = set(decided.not_converted)
+        assert told >= names and told - names == ({f"{LAYER}{not_converted}"} if not_converted else set())
+        assert all(why.removeprefix("quant.skip ") in patterns for why in decided.kept.values())
 
     @pytest.mark.parametrize("pattern", ["model.layers.1.*", "*.layers.1.mlp.experts", "*.layers.1.mlp.experts.*"])
     def test_the_experts_of_a_layer_are_skipped_as_a_whole(self, pattern):
         decided = plan(moe(), QuantConfig(skip=(pattern,)))
         assert decided.not_converted == ("model.layers.1.mlp.experts",)
         assert decided.quantized == {f"{name}.weight" for name in moe() if ".layers.0." in name}
+
+    @pytest.mark.parametrize(
+        ("linears", "pattern", "why"),
+        [
+            (LINEARS, "*.Down_Proj", r"\*\.Down_Proj matches no linear module; their names are like model\.layers"),
+            (LINEARS, "*.q_proj", r"fuses into one layer; 2 modules .*\.k_proj, .*\.v_proj$"),
+            (LINEARS, "*.up_proj", r"fuses into one layer; 1 modules .*\.gate_proj$"),
+            (moe(), "*.experts.1.*", r"fuses into one layer.*layers\.\{0-1\}\.mlp\.experts\."),
+            (moe(), "model.layers.1.mlp.experts.[01].*", r"fuses into one layer.*layers\.1\.mlp\.experts\."),
+        ],
+    )
+    def test_patterns_that_match_nothing_or_a_part_are_refused(self, linears, pattern, why):
+        with pytest.raises(ValueError, match=why):
+            plan(linears, QuantConfig(skip=(pattern,)))
 
 
 MIXED = LINEARS | moe() | {f"{LAYER}self_attn.q_a_proj": (256, 256), f"{LAYER}self_attn.kv_a_proj_with_mqa": (192, 256)}
@@ -130,9 +116,6 @@ class TestIndivisible:
             assert planned.form is form and planned.not_converted == ()
             with pytest.raises(ValueError, match="130 rows or columns cannot be divided between 4 GPUs"):
                 plan(linears, config, 4)
-
-    def test_a_module_that_does_not_divide_may_be_skipped(self):
-        assert plan({"a.o_proj": (130, 128)}, QuantConfig(skip=("a.o_proj",))).not_converted == ("a.o_proj",)
 
     def test_thousands_of_indivisible_experts_get_a_short_message(self):
         with pytest.raises(ValueError, match="18432 linear modules do not divide") as refused:
@@ -228,23 +211,18 @@ class TestAsInVllm:
             )
             assert {f"{part}.weight" in decided.quantized for part in module.names} == {module.name not in kept}
 
-    def test_experts_that_the_plan_accepts_are_accepted_by_vllm(self, ways):
+    def test_what_the_plan_accepts_is_accepted_by_vllm(self, ways):
         ours = {size: accepts(plan, moe(size), QuantConfig(), ways) for size in SIZES}
         vllms = {size: accepts(validate_fp8_block_shape_moe, size // ways, [BLOCK, BLOCK]) for size in SIZES}
         assert ours == vllms and set(ours.values()) == {True, False}
-
-    def test_fused_layers_that_the_plan_accepts_are_accepted_by_vllm(self, ways):
         for size in SIZES:
             linears = {"mlp.gate_proj": (size, 256), "mlp.up_proj": (size, 256)}
             theirs = vllm_accepts((2 * size, 256), (2 * size // ways, 256), [size // ways] * 2, ways)
             assert accepts(plan, linears, QuantConfig(), ways) is theirs, size
-
-    def test_vllm_accepts_every_row_parallel_layer_the_plan_accepts(self, ways):
-        for size in SIZES:
             theirs = vllm_accepts((256, size), (256, size // ways), [256], ways)
-            ours = accepts(plan, {"mlp.down_proj": (256, size)}, QuantConfig(), ways)
-            assert ours <= theirs, size
-            assert ways == 1 or ours is theirs, size  # alone on a GPU vLLM takes any size; here the rule is one for all
+            of_rows = accepts(plan, {"mlp.down_proj": (256, size)}, QuantConfig(), ways)
+            # alone on a GPU vLLM takes any size; here the rule is one for all
+            assert of_rows <= theirs and (ways == 1 or of_rows is theirs), size
 
     def test_deepseek_s_fused_projections_are_accepted_as_in_vllm(self, ways):
         for query, latent in product(SIZES, SIZES):

@@ -39,22 +39,17 @@ def test_every_linear_module_divides_into_blocks(folder):
     assert plan(model.linears, QuantConfig()).quantized == {f"{name}.weight" for name in model.linears}
 
 
-def test_a_seed_makes_the_same_bytes_and_another_seed_does_not(folder, tmp_path):
-    make_tiny_qwen3(tmp_path / "same")
-    make_tiny_qwen3(tmp_path / "other", seed=1)
-    weights = {name: load_file(path / "model.safetensors") for name, path in _folders(folder, tmp_path).items()}
+def test_a_seed_makes_the_same_bytes_once_and_another_seed_does_not(folder, tmp_path):
+    other = tmp_path / "tiny"
+    make_tiny_qwen3(other)
     name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(weights["first"][name], weights["same"][name])
-    assert not torch.equal(weights["first"][name], weights["other"][name])
-
-
-def test_a_model_that_is_there_is_left_as_it_is(tmp_path):
-    make_tiny_qwen3(tmp_path / "tiny")
-    before = (tmp_path / "tiny/model.safetensors").stat().st_mtime_ns
-    make_tiny_qwen3(tmp_path / "tiny", seed=1)
-    assert (tmp_path / "tiny/model.safetensors").stat().st_mtime_ns == before
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
-
-
-def _folders(first: Path, others: Path) -> dict[str, Path]:
-    return {"first": first, "same": others / "same", "other": others / "other"}
+    first = load_file(folder / "model.safetensors")[name]
+    assert torch.equal(load_file(other / "model.safetensors")[name], first)
+    make_tiny_qwen3(other, seed=1)
+    assert torch.equal(load_file(other / "model.safetensors")[name], first), "a model that is there stays"
+    make_tiny_qwen3(tmp_path / "other", seed=1)
+    assert not torch.equal(load_file(tmp_path / "other" / "model.safetensors")[name], first)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "tiny"]
+    (tmp_path / "other" / "config.json").unlink()
+    with pytest.raises(FileExistsError, match=r"cannot make a model at .*other: something that is not a model folder"):
+        make_tiny_qwen3(tmp_path / "other")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rollout_service.model.served_model import ServedModel
-from rollout_service.model.tokenizer import load_tokenizer, vocabulary_files
+from rollout_service.model.served_model import ServedModel, load_tokenizer
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "Ġ", *map(chr, range(33, 127))]
 TEXT = "hello you"
@@ -40,14 +39,11 @@ def test_tokenizer_json_needs_no_configuration(bare, tiny_model):
     "name",
     ["tokenizer.model", "tokenizer.model.v3", "tekken.json", "qwen.tiktoken", "tiktoken.model", "spiece.model"],
 )
-def test_files_of_other_formats_are_found(bare, name):
-    (bare / name).touch()
-    assert vocabulary_files(bare) == [name]
-
-
-def test_a_folder_without_vocabulary_has_no_tokenizer(bare):
-    (bare / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    assert not ServedModel.load(bare).has_tokenizer
+def test_files_of_other_formats_are_found(bare, caplog, name):
+    (bare / name).write_bytes(b"no vocabulary")
+    with caplog.at_level(logging.INFO):
+        load_tokenizer(bare)
+    assert "holds no tokenizer" not in caplog.text
 
 
 def test_what_cannot_be_loaded_is_named(bare, caplog):
@@ -55,7 +51,14 @@ def test_what_cannot_be_loaded_is_named(bare, caplog):
     (bare / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with caplog.at_level(logging.WARNING):
         assert load_tokenizer(bare) is None
-    assert f"{bare}: transformers cannot load the tokenizer of tokenizer.model" in caplog.text
+    assert f"{bare}: transformers cannot load the tokenizer of tokenizer.model: " in caplog.text
+
+
+def test_a_folder_without_vocabulary_has_no_tokenizer(bare, caplog):
+    (bare / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    with caplog.at_level(logging.INFO):
+        assert not ServedModel.load(bare).has_tokenizer
+    assert "holds no tokenizer" in caplog.text
 
 
 def test_a_damaged_tokenizer_json_is_an_error(bare):

@@ -7,30 +7,33 @@ import pytest
 from rollout_service.model.weight_files import listed_files, weight_files
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+OTHERS = [
+    "consolidated.safetensors",
+    "adapter_model.safetensors",
+    "model-00003-of-00003.safetensors",
+    "x/a.safetensors",
+]
 INDEX = json.dumps({"weight_map": {"a": SHARDS[1], "b": SHARDS[0], "c": SHARDS[0]}}).encode()
 
 
-def test_the_files_of_the_index_count_and_no_others():
-    others = ["consolidated.safetensors", "model.safetensors", "model-00003-of-00003.safetensors", "x/a.safetensors"]
-    assert weight_files([*others, *SHARDS, "config.json"], INDEX) == SHARDS
+@pytest.mark.parametrize(
+    ("there", "index", "chosen"),
+    [
+        ([*SHARDS, *OTHERS, "config.json"], INDEX, SHARDS),
+        (["model.safetensors", "consolidated.safetensors"], INDEX, ["model.safetensors"]),  # of an older save
+        ([*OTHERS, "model.safetensors"], None, ["model.safetensors"]),
+        (["b.safetensors", "a.safetensors"], None, ["a.safetensors", "b.safetensors"]),
+        (["consolidated.safetensors"], None, ["consolidated.safetensors"]),
+        (["config.json"], None, []),
+    ],
+)
+def test_the_files_of_the_index_count_or_else_the_usual_ones(there, index, chosen):
+    assert weight_files(there, index) == chosen
 
 
 def test_a_missing_shard_is_named():
     with pytest.raises(ValueError, match=r"1 of the 2 files .* are missing: model-00002-of-00002\.safetensors; copy"):
         weight_files([SHARDS[0], "model.safetensors"], INDEX)
-
-
-def test_the_index_of_an_older_save_is_passed_over():
-    assert weight_files(["model.safetensors", "consolidated.safetensors"], INDEX) == ["model.safetensors"]
-
-
-def test_without_an_index_other_formats_do_not_count():
-    assert weight_files(["consolidated.safetensors", "model.safetensors"], None) == ["model.safetensors"]
-    others = ["adapter_model.safetensors", "model.fp16.safetensors"]
-    assert weight_files([*others, "model.safetensors"], None) == ["model.safetensors"]
-    assert weight_files(["b.safetensors", "a.safetensors"], None) == ["a.safetensors", "b.safetensors"]
-    assert weight_files(["consolidated.safetensors"], None) == ["consolidated.safetensors"]
-    assert weight_files(["config.json"], None) == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from rollout_service.config import MonitorConfig
 from rollout_service.correction import measure_mismatch
 from rollout_service.errors import InvalidRequest
-from rollout_service.monitor.monitor import LATE_REPORTS, REPORT_IDS, Monitor
+from rollout_service.monitor.monitor import LATE_REPORTS, Monitor
 from rollout_service.monitor.scoring import MAX_AGE
 from tests.unit.monitor.reports import body, full, span
 
@@ -41,23 +41,17 @@ class TestReport:
         [aged] = next(row.kv_ages for row in table.rows if row.version == 4)
         assert aged.k3 == pytest.approx((math.exp(-0.5) - 0.5 + math.exp(-1.0)) / 2)
         assert aged.prob_error == pytest.approx((math.exp(0.5) + math.exp(1.0)) / 2)
-
-    async def test_reports_are_joined_by_age(self, monitor):
-        for kv_from in (2, 3, 2):
-            await monitor.report(body(full([-1.0, -1.0], [-1.0, -1.5], [{**span(3, 0, 2), "kv_from": kv_from}])))
-        [row] = await monitor.rows()
+        for kv_from in (4, 3):  # reports are joined by age
+            await monitor.report(body(full([-1.0] * 2, [-1.0, -1.5], [{**span(4, 0, 2), "kv_from": kv_from}])))
+        [row] = [row for row in await monitor.rows() if row.version == 4]
         assert [(each.age, each.tokens) for each in row.kv_ages] == [(0, 2), (1, 4)]
-        assert row.kv_ages[0].k3 == row.kv_ages[1].k3 == row.k3 and row.sequences == 3
 
     async def test_a_report_of_the_same_name_counts_once(self, monitor):
         sent = body(full([-1.0], [-1.5]), report_id="step-4")
         receipts = await asyncio.gather(*(monitor.report(sent) for _ in range(5)))
         assert sorted(receipt.repeated for receipt in receipts) == [False, True, True, True, True]
         assert {receipt.tokens for receipt in receipts} == {1}
-        assert [row.tokens for row in await monitor.rows()] == [1]
-
-    async def test_a_report_without_a_name_counts_each_time(self, monitor):
-        for _ in range(3):
+        for _ in range(2):  # without a name each counts
             assert not (await monitor.report(body(full([-1.0], [-1.5])))).repeated
         assert [row.tokens for row in await monitor.rows()] == [3]
 
@@ -67,11 +61,12 @@ class TestReport:
         assert await monitor.rows() == []
         assert not (await monitor.report(body(full([-1.0], [-1.0]), report_id="a"))).repeated
 
-    async def test_only_so_many_names_are_kept(self, monitor):
-        for i in range(REPORT_IDS + 50):
+    async def test_only_so_many_names_are_kept(self, monitor, monkeypatch):
+        monkeypatch.setattr("rollout_service.monitor.monitor.REPORT_IDS", 10)
+        for i in range(15):
             await monitor.report(body(full([], [], []), report_id=str(i)))
-        assert len(monitor._receipts) == REPORT_IDS
-        assert (await monitor.report(body(full([], [], []), report_id=str(REPORT_IDS)))).repeated
+        assert len(monitor._receipts) == 10
+        assert (await monitor.report(body(full([], [], []), report_id="10"))).repeated
         assert not (await monitor.report(body(full([], [], []), report_id="0"))).repeated
 
     async def test_tokens_of_dropped_versions_are_reported_as_too_old(self, monitor):
@@ -81,6 +76,8 @@ class TestReport:
             body(full([-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0], [span(4, 0, 2), span(5, 2, 3)]))
         )
         assert (receipt.tokens, receipt.too_old_tokens) == (3, 2)
+        receipt = await monitor.report(body(full([-1.0], [-1.0]), truncated_sampling=True))
+        assert receipt.truncated_tokens == 1 and (await monitor.table()).truncated == ()
         assert [(row.version, row.tokens) for row in await monitor.rows()] == [(5, 2), (6, 1)]
 
     async def test_versions_of_a_replaced_log_are_judged(self, monitor):
@@ -117,12 +114,6 @@ class TestTable:
         assert rows == {"r1": suspicion.since, "r2": None}
         assert [row.suspect_since for row in (await monitor.table()).versions] == [suspicion.since]
 
-    async def test_rows_are_those_that_are_asked_for(self, monitor):
-        await monitor.report(body(full([-1.0], [-1.0], [span(1, 0, 1)])))
-        await monitor.report(body(full([-1.0], [-1.0], [span(2, 0, 1)]), replica_id="r2"))
-        assert [row.version for row in (await monitor.table(replica_id="r2")).rows] == [2]
-        assert [row.replica_id for row in (await monitor.table(version=1)).rows] == ["r1"]
-
     async def test_adapters_have_rows_of_their_own(self, monitor):
         def of(adapter: str, version: int, start: int) -> dict[str, object]:
             return {**span(3, start, start + 1), "adapter": adapter, "adapter_version": version}
@@ -136,6 +127,7 @@ class TestTable:
         assert len(table.rows) == 8
         named = (await monitor.table(adapter="a")).versions
         assert [(row.adapter_version, row.k1) for row in named] == [(9, 0), (10, -1)]
+        assert (await monitor.table(version=4)).rows == ()
         [exact] = (await monitor.table(replica_id="r1", adapter="a@10")).rows
         assert exact == table.rows[4] and exact.replica_id == "r1"
         assert (await monitor.table(adapter="c")).rows == ()
@@ -176,10 +168,3 @@ class TestTruncated:
         assert (await monitor.table(replica_id="r2")).truncated == ()
         per_replica = await monitor.per_replica()
         assert (per_replica.rows, per_replica.truncated, per_replica.versions) == (table.rows, table.truncated, ())
-
-    async def test_truncated_tokens_of_a_dropped_version_are_not_kept(self, monitor):
-        for version in (5, 6):
-            await monitor.report(body(full([-1.0], [-1.0], [span(version, 0, 1)])))
-        receipt = await monitor.report(body(full([-1.0], [-1.0]), truncated_sampling=True))
-        assert receipt.truncated_tokens == 1
-        assert (await monitor.table()).truncated == ()

@@ -13,11 +13,11 @@ def add(table: VersionTable, version: int, replica_id: str = "a", statistics: St
 
 def test_only_the_newest_versions_are_kept_with_all_replicas():
     table = VersionTable(keep_versions=3)
-    for version in range(100_000):
-        for replica_id in ("a", "b") if version % 1000 else ("a", f"died-{version}"):
+    for version in range(1000):
+        for replica_id in ("a", "b") if version % 100 else ("a", f"died-{version}"):
             assert add(table, version, replica_id)
     assert [(row.version, row.replica_id) for row in table.rows()] == [
-        (version, replica_id) for version in (99_997, 99_998, 99_999) for replica_id in ("a", "b")
+        (version, replica_id) for version in (997, 998, 999) for replica_id in ("a", "b")
     ]
     assert sum(len(rows) for rows in table._versions.values()) == 6
 

@@ -66,15 +66,10 @@ class TestRoundTrip:
 
     @pytest.mark.parametrize("itemsize", ITEMSIZES)
     @pytest.mark.parametrize("size", [0, 1, 7, 100_001])
-    def test_nothing_changed_is_no_byte(self, itemsize, size):
+    def test_nothing_changed_is_no_byte_and_all_is_one_more_than_the_tensor(self, itemsize, size):
         old = random_bits(size, itemsize)
         assert round_trip(old, old.copy()) == b""
-
-    @pytest.mark.parametrize("itemsize", ITEMSIZES)
-    @pytest.mark.parametrize("size", [1, 7, 100_001])
-    def test_everything_changed_is_a_byte_more_than_the_tensor(self, itemsize, size):
-        old, new = random_bits(size, itemsize), ~random_bits(size, itemsize)
-        assert len(round_trip(old, new)) == new.nbytes + 1
+        assert len(round_trip(old, ~old)) == (old.nbytes + 1 if size else 0)
 
     @pytest.mark.parametrize("itemsize", ITEMSIZES)
     @pytest.mark.parametrize("at", [[0], [-1], [0, -1], [255], [256], [65_535, 65_536], [0, 70_000], [1, 257]])
@@ -101,24 +96,6 @@ class TestRoundTrip:
         new[-2] -= new.dtype.type(1)
         encoded = round_trip(old, new)
         assert encoded[0] == 0 and encoded[1] == 2 and encoded[2 + SEGMENT_BYTES] in (1, 2)
-
-    def test_signs_and_payloads_of_nan_and_infinity_are_bits_like_others(self):
-        special = np.array([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001, 0x8001], "<u2")
-        old = np.resize(random_bits(1000, 2), 1000)
-        for value in special:
-            new = old.copy()
-            new[:: special.size * 11] = value
-            round_trip(old, new)
-            round_trip(new, old)
-
-    @pytest.mark.parametrize("itemsize", ITEMSIZES)
-    def test_the_largest_steps_wrap_around(self, itemsize):
-        old = np.zeros(64, f"<u{itemsize}")
-        for step in (256**itemsize - 1, 256**itemsize // 2, 256**itemsize // 2 - 1):
-            new = old.copy()
-            new[5] = step
-            round_trip(old, new)
-            round_trip(new, old)
 
     def test_tensors_of_different_sizes_are_refused(self):
         with pytest.raises(ValueError, match="a tensor of 3 bytes does not become one of 4"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rollout_service.compat.pydantic_internals import fail_fast_validator
+from rollout_service.gateway.tinker import Chunk, CreateSamplingSession, ModelInput, Sample, SamplingParams, Tensor
 from rollout_service.protocol.base import FEW, MAX_VERSION, Frozen
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.generate import GenerateRequest, StreamOptions, WantedVersion
@@ -19,7 +20,6 @@ from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, Mism
 from rollout_service.protocol.rollout import Candidate, Completion, PromptCandidates, Rollout, Span, merge_spans
 from rollout_service.protocol.sampling import ExtraArgs, GenerateCall, Sampling, StructuredOutputs
 from rollout_service.protocol.sessions import OpenSession
-from rollout_service.protocol.tinker import Chunk, CreateSamplingSession, ModelInput, Sample, SamplingParams, Tensor
 from rollout_service.protocol.upload import Announcement, BeginUpload, PathSource, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 
@@ -85,11 +85,8 @@ def completion(**changes: Any) -> Completion:
 
 class TestNoun:
     @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
-    def test_a_noun_survives_json(self, noun):
+    def test_a_noun_survives_json_and_refuses_other_fields(self, noun):
         assert type(noun).model_validate_json(noun.model_dump_json()) == noun
-
-    @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
-    def test_a_noun_refuses_fields_that_it_does_not_have(self, noun):
         with pytest.raises(ValidationError, match="colour"):
             type(noun).model_validate(noun.model_dump() | {"colour": "red"})
 
@@ -103,9 +100,6 @@ class TestSpan:
     def test_a_span_holds_at_least_one_token(self, start, end):
         with pytest.raises(ValidationError):
             Span(version=1, start=start, end=end)
-
-    def test_a_span_reads_its_version_as_vllm_writes_it(self):
-        assert Span.model_validate({"version": "7", "start": 0, "end": 1}) == Span(version=7, start=0, end=1)
 
     @pytest.mark.parametrize(
         "change",
@@ -150,12 +144,6 @@ class TestSpan:
 
 
 class TestCompletion:
-    def test_a_completion_names_its_versions_in_order(self):
-        assert completion().versions == (1, 2)
-
-    def test_a_completion_without_tokens_has_no_versions(self):
-        assert completion(token_ids=(), logprobs=(), spans=()).versions == ()
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
@@ -199,6 +187,7 @@ class TestVersion:
     def test_the_largest_version_is_exact_in_json_and_in_a_double(self):
         span = Span(version=MAX_VERSION, start=0, end=1)
         assert Span.model_validate_json(span.model_dump_json()) == span
+        assert Span.model_validate({"version": str(MAX_VERSION), "start": 0, "end": 1}) == span  # as vLLM writes it
         assert int(float(MAX_VERSION)) == MAX_VERSION
 
 

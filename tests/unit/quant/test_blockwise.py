@@ -18,7 +18,7 @@ from rollout_service.quant.blockwise import (
     require_finite,
     scale_shape,
 )
-from tests.support.matrices import VIEWS, weights
+from tests.support.matrices import weights
 from tests.unit.quant import e4m3
 
 
@@ -63,9 +63,11 @@ class TestFormat:
 
 
 class TestQuantize:
-    @given(weights())
+    @given(weights(views=True))
     def test_codes_and_scales_are_bit_for_bit_what_the_formula_gives(self, weight):
+        before = weight.clone()
         assert_as_specified(weight)
+        assert torch.equal(weight, before)
 
     @given(weights())
     def test_dequantizing_multiplies_each_code_by_its_block_scale(self, weight):
@@ -73,10 +75,6 @@ class TestQuantize:
         got = dequantize_blockwise(codes, scales)
         assert got.dtype == torch.float32 and got.shape == weight.shape
         np.testing.assert_array_equal(got.numpy(), e4m3.dequantize(codes.view(torch.uint8).numpy(), scales.numpy()))
-
-    @pytest.mark.parametrize("view", VIEWS)
-    def test_a_view_is_quantized_as_its_copy_would_be(self, view):
-        assert_as_specified(VIEWS[view](torch.randn(300, 270, generator=torch.Generator().manual_seed(0))))
 
     def test_stacked_experts_are_quantized_each_by_itself(self):
         experts = torch.randn(3, 130, 200) * torch.tensor([1.0, 1e-3, 1e3]).view(3, 1, 1)
@@ -100,16 +98,12 @@ class TestQuantize:
         exact = (weight.to(torch.bfloat16).float() / per_weight).numpy()  # a division by a power of two is exact
         np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), e4m3.encode(exact))
 
-    def test_the_input_is_left_as_it_was(self):
-        weight = torch.randn(130, 5)
-        before = weight.clone()
-        quantize_blockwise(weight)
-        assert torch.equal(weight, before)
-
 
 class TestRefused:
-    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(
+        ("dtype", "bad"),
+        [(torch.float32, float("nan")), (torch.bfloat16, -float("inf")), (torch.float16, float("inf"))],
+    )
     def test_what_is_not_finite_is_refused_by_name_and_first_index(self, bad, dtype):
         weight = torch.zeros(200, 150, dtype=dtype)
         weight[131, 140] = weight[150, 0] = bad
@@ -117,15 +111,15 @@ class TestRefused:
             quantize_blockwise(weight, "layers.0.up")
         assert refused.value.detail == {"tensor": "layers.0.up", "index": [131, 140], "count": 2}
 
-    @pytest.mark.parametrize("at", [0, (1 << 17) - 1, 1 << 17, 300_000 - 1])
-    @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-    def test_a_non_finite_value_is_found_anywhere_in_a_large_tensor(self, bad, at):
+    @pytest.mark.parametrize("bad", [float("-inf"), float("nan")])
+    def test_a_non_finite_value_is_found_anywhere_in_a_large_tensor(self, bad):
         largest = torch.finfo(torch.bfloat16).max
         weight = torch.tensor([largest, -largest, 0.0]).to(torch.bfloat16).repeat(100_000)
         require_finite(weight, "embedding")
-        weight[at] = bad
-        with pytest.raises(QuantizationError, match=rf"embedding\[{at}\] is -?(nan|inf)"):
-            require_finite(weight, "embedding")
+        for at in (300_000 - 1, 1 << 17, (1 << 17) - 1, 0):  # the first is named
+            weight[at] = bad
+            with pytest.raises(QuantizationError, match=rf"embedding\[{at}\] is -?(nan|inf)"):
+                require_finite(weight, "embedding")
 
     def test_a_finite_fp32_value_that_bf16_cannot_hold_is_refused(self):
         largest_bf16, too_large = 3.3895313892515355e38, 3.4e38

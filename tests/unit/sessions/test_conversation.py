@@ -24,6 +24,7 @@ class TestKeys:
         "sent_back",
         [
             {**CALLED, "content": ""},
+            {**CALLED, "name": "agent"},
             {name: value for name, value in CALLED.items() if name != "reasoning"},
             {**CALLED, "content": []},
             {
@@ -86,9 +87,6 @@ class TestKeys:
     )
     def test_other_words_are_another_conversation(self, other):
         assert key_of(other, None) != key_of([ASKED], None)
-
-    def test_a_name_that_an_agent_gives_a_reply_is_no_matter(self):
-        assert key_of([ASKED, {**CALLED, "name": "agent"}], None) == key_of([ASKED, CALLED], None)
 
     def test_each_beginning_that_ends_with_the_assistant_has_its_key(self):
         said: Message = {"role": "assistant", "content": "so"}

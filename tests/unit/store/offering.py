@@ -6,7 +6,7 @@ import ray
 
 from rollout_service.errors import NotReady
 from rollout_service.protocol.weight_log import LogFile, Newest
-from rollout_service.store.chunk_server import ChunkServer
+from rollout_service.store.node_cache import ChunkServer
 
 CHUNK_BYTES = 64
 """Small, so that small files have several."""

@@ -20,9 +20,9 @@ from rollout_service.protocol.weight_log import Control, Head
 from rollout_service.store import durable_io
 from rollout_service.store import log as log_module
 from rollout_service.store.log import WeightLog
-from rollout_service.store.manifest import MANIFEST_FILE, Manifest
+from rollout_service.store.manifest import MANIFEST_FILE
 from rollout_service.store.upload_record import UploadRecord
-from tests.unit.store.versions import FIRST, SECOND, commit, flip_a_byte, stage
+from tests.unit.store.versions import SECOND, commit, stage
 
 
 @pytest.fixture
@@ -37,11 +37,6 @@ def crash_before_latest_is_replaced(log: WeightLog, version: int) -> None:
 
 
 class TestCommit:
-    def test_an_empty_log_has_no_head_and_no_versions(self, log):
-        assert log.head() is None
-        assert log.versions() == []
-        assert log.control() == Control()
-
     def test_a_commit_makes_its_version_the_newest(self, log):
         commit(log, 0)
         manifest = stage(log, 5)
@@ -60,36 +55,24 @@ class TestCommit:
         ]
         assert [head.rolled_back_at for head in heads] == [None, None, 2, 2]
 
-    def test_a_staged_version_is_not_committed(self, log):
-        commit(log, 0)
-        stage(log, 1)
-        assert log.versions() == [0]
-        with pytest.raises(NotFound, match=r"version 1 is not in the log; it holds \[0\]"):
-            log.manifest(1)
-
 
 class TestCrash:
-    def test_a_folder_newer_than_latest_does_not_count(self, log):
-        commit(log, 0)
-        crash_before_latest_is_replaced(log, 1)
-        assert log.versions() == [0]
-        assert log.head() is not None and log.head().version == 0
-        with pytest.raises(NotFound):
-            log.manifest(1)
-        commit(log, 2)
-        assert log.versions() == [0, 2]
-
-    def test_the_folder_of_a_crash_gives_way_to_the_same_version(self, log):
+    def test_what_is_not_committed_does_not_count_and_gives_way(self, log):
         commit(log, 0)
         crash_before_latest_is_replaced(log, 1)
         (log.folder(1) / "left over").touch()
+        stage(log, 2)
+        assert log.versions() == [0]
+        assert log.head() is not None and log.head().version == 0
+        for version in (1, 2):
+            with pytest.raises(NotFound, match=rf"version {version} is not in the log; it holds \[0\]"):
+                log.manifest(version)
         commit(log, 1)
-        assert log.versions() == [0, 1]
-        assert not (log.folder(1) / "left over").exists()
+        assert log.versions() == [0, 1] and not (log.folder(1) / "left over").exists()
 
     def test_a_crash_in_the_very_first_commit_leaves_an_empty_log(self, log):
         crash_before_latest_is_replaced(log, 0)
-        assert log.head() is None and log.versions() == []
+        assert log.head() is None and log.versions() == [] and log.control() == Control()
         commit(log, 0)
         assert log.versions() == [0]
 
@@ -102,14 +85,6 @@ class TestCrash:
         assert log.head() == before and log.versions() == [0]
 
 
-def commit_with_record(log: WeightLog) -> Manifest:
-    manifest = stage(log, 0)
-    log.commit(
-        manifest, "keep", UploadRecord(begin=BeginUpload(version=0, source=PathSource(path=log.root)), part_bytes=8)
-    )
-    return manifest
-
-
 class TestDamage:
     def test_a_log_whose_latest_is_gone_is_corrupt_and_not_empty(self, log):
         commit(log, 0)
@@ -118,21 +93,12 @@ class TestDamage:
         with pytest.raises(LogCorrupt, match=r"versions \[0, 7\] but no LATEST"):
             log.head()
 
-    @pytest.mark.parametrize(
-        "content", [b"", b'{"version": 3, "dig', b"\xff\xfe", b"3", b'{"version": 3}', b'{"versio": 3}']
-    )
+    @pytest.mark.parametrize("content", [b"", b'{"version": 3, "dig', b"\xff\xfe", b'{"version": 3}'])
     def test_a_latest_that_does_not_parse_is_corrupt(self, log, content):
         commit(log, 0)
         (log.root / "LATEST").write_bytes(content)
         with pytest.raises(LogCorrupt, match=r"LATEST does not parse"):
             log.head()
-
-    def test_what_a_crash_left_of_writing_latest_is_not_read(self, log):
-        before = commit(log, 0)
-        (log.root / ".LATEST.tmp").write_text('{"version": 1, "dig')
-        assert log.head() == before
-        commit(log, 1)
-        assert log.versions() == [0, 1]
 
     def test_a_reader_never_sees_a_half_written_latest(self, log):
         commit(log, 0)
@@ -162,26 +128,25 @@ class TestDamage:
         with pytest.raises(LogCorrupt, match=why):
             log.manifest(1)
 
-    @pytest.mark.parametrize("name", [FIRST, SECOND])
-    def test_verify_finds_a_flipped_bit_and_names_the_tensor(self, log, name):
-        commit(log, 4)
-        flip_a_byte(log, 4, name)
-        with pytest.raises(LogCorrupt, match=f"version 4: {name} in weights-00001.safetensors") as found:
-            log.verify(log.manifest(4))
-        assert found.value.detail == {"version": 4, "tensor": name, "chunk": 0, "file": "weights-00001.safetensors"}
-
     def test_verify_finds_a_flipped_bit_in_every_byte_of_every_file(self, log):
-        manifest = commit_with_record(log)
+        manifest = stage(log, 0)
+        source = BeginUpload(version=0, source=PathSource(path=log.root))
+        log.commit(manifest, "keep", UploadRecord(begin=source, part_bytes=8))
         log.verify(manifest)
         files = sorted(log.folder(0).iterdir())
         assert [path.name for path in files] == ["manifest.json", "upload.json", "weights-00001.safetensors"]
         for path in files:
-            sound = path.read_bytes()
+            sound, damaged = path.read_bytes(), {}
+            verify = log.verify if path.suffix == ".safetensors" else log.verify_frame  # faster, for what it checks
             for position in range(len(sound)):
                 path.write_bytes(sound[:position] + bytes([sound[position] ^ 4]) + sound[position + 1 :])
-                with pytest.raises(LogCorrupt):
-                    log.verify(manifest)
+                with pytest.raises(LogCorrupt) as found:
+                    verify(manifest)
+                damaged[position] = found.value.detail
             path.write_bytes(sound)
+        for tensor in manifest.tensors:  # of the last file
+            where = {"version": 0, "tensor": tensor.name, "chunk": 0, "file": tensor.file}
+            assert damaged[tensor.offset] == damaged[tensor.offset + tensor.nbytes - 1] == where
         log.verify(manifest)
 
     def test_verify_finds_a_file_that_is_cut_off_grown_or_gone(self, log):
@@ -198,22 +163,17 @@ class TestDamage:
 
 
 class TestDrop:
-    def test_a_half_dropped_version_is_removed_at_the_next_commit(self, log):
-        commit(log, 0)
-        commit(log, 1)
-        log.folder(0).rename(log.root / ".dropped-0")
-        assert log.versions() == [1]
-        commit(log, 2)
-        assert not (log.root / ".dropped-0").exists()
-
     def test_old_versions_can_be_dropped_but_not_the_newest(self, log):
-        commit(log, 0)
-        commit(log, 1)
+        for version in (0, 1, 2):
+            commit(log, version)
         log.drop(0)
-        assert log.versions() == [1] and not log.folder(0).exists()
-        with pytest.raises(ValueError, match="version 1 is the newest"):
-            log.drop(1)
-        assert log.versions() == [1]
+        assert log.versions() == [1, 2] and not log.folder(0).exists()
+        with pytest.raises(ValueError, match="version 2 is the newest"):
+            log.drop(2)
+        log.folder(1).rename(log.root / ".dropped-1")  # half dropped, and removed at the next commit
+        assert log.versions() == [2]
+        commit(log, 3)
+        assert not (log.root / ".dropped-1").exists()
 
 
 @pytest.fixture
@@ -228,16 +188,6 @@ def held_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None
 
     monkeypatch.setattr(os, "unlink", busy)
     yield lambda folder: (folder / ".nfs0001").touch()
-
-
-class TestControl:
-    def test_control_survives_and_a_bad_one_is_corrupt(self, log):
-        for control in (Control(paused=True, mode="abort"), Control()):
-            log.set_control(control)
-            assert WeightLog(log.root).control() == control
-        (log.root / "CONTROL").write_text('{"paused": ')
-        with pytest.raises(LogCorrupt, match="CONTROL does not parse"):
-            log.control()
 
 
 @pytest.fixture
@@ -327,10 +277,9 @@ class TestUnreadable:
         return fail
 
     @pytest.mark.parametrize("read", [WeightLog.head, WeightLog.versions, WeightLog.control, WeightLog.origin])
-    @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
-    def test_what_cannot_be_read_for_now_is_no_damage(self, log, failing, read, code):
-        failing(code, 1)
-        with pytest.raises(LogUnreadable, match=os.strerror(code)):
+    def test_what_cannot_be_read_for_now_is_no_damage(self, log, failing, read):
+        failing(errno.EIO, 1)
+        with pytest.raises(LogUnreadable, match="Input/output error"):
             read(log)
         read(log)
 
@@ -345,8 +294,6 @@ class TestUnreadable:
         commit(log, 0)
         path = log.folder(0) / MANIFEST_FILE
         path.unlink()
-        with pytest.raises(LogCorrupt):
-            log.manifest(0)
         path.mkdir()
         with pytest.raises(LogUnreadable):
             log.manifest(0)

@@ -39,29 +39,26 @@ def begin(root: Path) -> None:
 
 
 def test_enough_room_puts_the_log_in_private_memory(config, shm):
+    looked = log_place(config, shm)
+    assert list(shm.iterdir()) == [] and not config.weights.disk_root_here().exists()
     place = claim_log_place(config, shm)
-    assert place.root.is_relative_to(shm) and "can be taken" in place.why
+    assert place == looked and place.root.is_relative_to(shm) and "can be taken" in place.why
     for folder in (place.root, place.root.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert log_at(config.weights.disk_root_here()) == place.root
 
 
-def test_too_little_room_puts_the_log_on_the_disk(config, shm, monkeypatch):
-    needed = bytes_in_memory(config)
+def test_too_little_room_puts_the_log_on_the_disk_where_it_stays(config, shm, tmp_path, monkeypatch):
+    disk, needed = config.weights.disk_root_here(), bytes_in_memory(config)
+    assert claim_log_place(config, tmp_path / "none").root == disk
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage(needed, 1, needed - 1))
     place = claim_log_place(config, shm)
-    assert place.root == config.weights.disk_root_here() and "on a disk" in place.why
+    assert place.root == disk and "on a disk" in place.why
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage(needed, 0, needed))
     assert log_place(config, shm).root.is_relative_to(shm)
-
-
-def test_a_host_without_shared_memory_uses_the_disk(config, tmp_path):
-    assert claim_log_place(config, tmp_path / "none").root == config.weights.disk_root_here()
-
-
-def test_looking_changes_nothing(config, shm):
-    log_place(config, shm)
-    assert list(shm.iterdir()) == [] and not config.weights.disk_root_here().exists()
+    begin(disk)
+    place = claim_log_place(config, shm)
+    assert place.root == disk and "continued" in place.why
 
 
 def test_a_log_in_memory_is_continued_without_room(config, shm, monkeypatch):
@@ -71,27 +68,15 @@ def test_a_log_in_memory_is_continued_without_room(config, shm, monkeypatch):
     assert claim_log_place(config, shm).root == place.root
 
 
-def test_a_log_on_the_disk_is_continued(config, shm):
-    begin(config.weights.disk_root_here())
-    place = claim_log_place(config, shm)
-    assert place.root == config.weights.disk_root_here() and "continued" in place.why
-
-
-def test_removing_disk_root_removes_the_log_in_memory(config, shm):
-    place = claim_log_place(config, shm)
-    begin(place.root)
-    shutil.rmtree(config.weights.disk_root_here())
-    again = claim_log_place(config, shm)
-    assert again.root == place.root and list(again.root.iterdir()) == []
-
-
-def test_a_log_that_is_being_written_is_not_removed(config, shm):
+def test_removing_disk_root_removes_the_log_in_memory_unless_it_is_written(config, shm):
     place = claim_log_place(config, shm)
     begin(place.root)
     shutil.rmtree(config.weights.disk_root_here())
     with WriterLock(place.root).acquire(0), pytest.raises(LogLocked):
         claim_log_place(config, shm)
     assert (place.root / "LATEST").exists()
+    again = claim_log_place(config, shm)
+    assert again.root == place.root and list(again.root.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")

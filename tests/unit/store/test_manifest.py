@@ -25,36 +25,34 @@ A = StoredTensor(name="a", dtype="bfloat16", shape=(2, 3), file="1.safetensors",
 B = StoredTensor(name="b", dtype="float32", shape=(4,), file="1.safetensors", offset=92, nbytes=16, digest="bb")
 MANIFEST = Manifest(version=3, fingerprint="model", recipe=Recipe(weights="fp8_block"), tensors=(A, B))
 
-SAME_CONTENT: dict[str, dict[str, Any]] = {
-    "another version": {"version": 4},
-    "the tensors in another order": {"tensors": (B, A)},
-    "another file layout": {"tensors": (replace(A, file="2.safetensors", offset=8), replace(B, offset=80))},
-}
-OTHER_CONTENT: dict[str, dict[str, Any]] = {
-    "another model": {"fingerprint": "other"},
-    "another recipe": {"recipe": Recipe(weights="none")},
-    "another kind of scales": {"recipe": Recipe(weights="fp8_block", scales="power_of_two")},
-    "another module in BF16": {"recipe": Recipe(weights="fp8_block", not_converted=("a",))},
-    "a tensor less": {"tensors": (A,)},
-    "other bytes": {"tensors": (A, replace(B, digest="bc"))},
-    "another name": {"tensors": (A, replace(B, name="c"))},
-    "another shape": {"tensors": (A, replace(B, shape=(2, 2)))},
-    "another dtype": {"tensors": (replace(A, dtype="float8_e4m3fn"), B)},
-    "scales of the KV cache": {"kv_scales": {"layer.0": 1.5}},
-}
-
-
-UNUSUAL_CONTENT: dict[str, dict[str, Any]] = {
-    "names beyond ASCII": {
-        "tensors": (B, replace(A, name='é "quoted" \\ 𝄞'), replace(A, name="ÿ"), replace(A, name="Z"))
-    },
-    "names that others begin with": {"tensors": tuple(replace(A, name=name) for name in ("a.b", "a", "a b", "aa", ""))},
-    "a digest that is none": {"tensors": (replace(A, digest='"é'), B)},
-    "no tensors": {"tensors": ()},
-    "a scalar": {"tensors": (replace(A, shape=()),)},
-    "channel scales": {"recipe": Recipe(weights="fp8_channel", block=None, not_converted=("é", "a"))},
-    "scales of many sizes": {"kv_scales": {"é": 1e-30, "b": 1e16, "a": 1.0}, "fingerprint": "é"},
-}
+SAME_CONTENT: list[dict[str, Any]] = [
+    {"version": 4},
+    {"tensors": (B, A)},
+    {"tensors": (replace(A, file="2.safetensors", offset=8), replace(B, offset=80))},
+    {"kv_scales_from": "reuse"},
+    {"kv_scales_from": "trainer"},
+]
+OTHER_CONTENT: list[dict[str, Any]] = [
+    {"fingerprint": "other"},
+    {"recipe": Recipe(weights="none")},
+    {"recipe": Recipe(weights="fp8_block", scales="power_of_two")},
+    {"recipe": Recipe(weights="fp8_block", not_converted=("a",))},
+    {"tensors": (A,)},
+    {"tensors": (A, replace(B, digest="bc"))},
+    {"tensors": (A, replace(B, name="c"))},
+    {"tensors": (A, replace(B, shape=(2, 2)))},
+    {"tensors": (replace(A, dtype="float8_e4m3fn"), B)},
+    {"kv_scales": {"layer.0": 1.5}},
+]
+UNUSUAL_CONTENT: list[dict[str, Any]] = [
+    {"tensors": (B, replace(A, name='é "quoted" \\ 𝄞'), replace(A, name="ÿ"), replace(A, name="Z"))},
+    {"tensors": tuple(replace(A, name=name) for name in ("a.b", "a", "a b", "aa", ""))},
+    {"tensors": (replace(A, digest='"é'), B)},
+    {"tensors": ()},
+    {"tensors": (replace(A, shape=()),)},
+    {"recipe": Recipe(weights="fp8_channel", block=None, not_converted=("é", "a"))},
+    {"kv_scales": {"é": 1e-30, "b": 1e16, "a": 1.0}, "fingerprint": "é"},
+]
 
 
 def plain_digest(manifest: Manifest) -> str:
@@ -76,35 +74,22 @@ def plain_digest(manifest: Manifest) -> str:
 
 
 class TestDigest:
-    @pytest.mark.parametrize("what", SAME_CONTENT)
-    def test_the_digest_does_not_depend_on(self, what):
-        assert MANIFEST.replace(**SAME_CONTENT[what]).digest == MANIFEST.digest
-
-    def test_the_digest_depends_on_each_part_of_the_content(self):
+    def test_the_digest_depends_on_each_part_of_the_content_and_on_nothing_else(self):
         known = MANIFEST.digest  # computed once, and not for the copies
-        digests = {what: MANIFEST.replace(**change).digest for what, change in OTHER_CONTENT.items()}
-        assert len({known, *digests.values()}) == 1 + len(OTHER_CONTENT), digests
+        assert {MANIFEST.replace(**change).digest for change in SAME_CONTENT} == {known}
+        digests = {MANIFEST.replace(**change).digest for change in OTHER_CONTENT}
+        assert len({known, *digests}) == 1 + len(OTHER_CONTENT)
 
-    @pytest.mark.parametrize("what", ["nothing else", *OTHER_CONTENT, *UNUSUAL_CONTENT])
-    def test_the_digest_is_what_json_dumps_gives(self, what):
-        manifest = MANIFEST.replace(**{**OTHER_CONTENT, **UNUSUAL_CONTENT}.get(what, {}))
+    @pytest.mark.parametrize("change", [{}, *OTHER_CONTENT, *UNUSUAL_CONTENT])
+    def test_the_digest_is_what_json_dumps_gives(self, change):
+        manifest = MANIFEST.replace(**change)
         assert manifest.digest == plain_digest(manifest) == manifest_of_json(manifest.to_json()).digest
-
-    @pytest.mark.parametrize("came_from", ["reuse", "trainer"])
-    def test_the_digest_does_not_depend_on_where_scales_came_from(self, came_from):
-        scaled = MANIFEST.replace(kv_scales={"layer.0": 1.5})
-        assert scaled.replace(kv_scales_from=came_from).digest == scaled.digest
 
 
 LARGE = bytes(2 * CHUNK_BYTES + 1)
 
 
-def large(**fields: object) -> StoredTensor:
-    digest, chunk_digests = tensor_digests(memoryview(LARGE))
-    known = {"digest": digest, "chunk_digests": chunk_digests, **fields}
-    return StoredTensor(
-        name="a", dtype="float8_e4m3fn", shape=(len(LARGE),), file="1", offset=0, nbytes=len(LARGE), **known
-    )
+TENSOR = StoredTensor("a", "float8_e4m3fn", (len(LARGE),), "1", 0, len(LARGE), *tensor_digests(memoryview(LARGE)))
 
 
 def as_written(**fields: object) -> bytes:
@@ -116,8 +101,8 @@ def as_written(**fields: object) -> bytes:
         "file": "1",
         "offset": 0,
         "nbytes": len(LARGE),
-        "digest": large().digest,
-        "chunk_digests": base64.b64encode(large().chunk_digests).decode(),
+        "digest": TENSOR.digest,
+        "chunk_digests": base64.b64encode(TENSOR.chunk_digests).decode(),
     }
     content = {
         "version": 3,
@@ -137,7 +122,7 @@ WRITTEN = Manifest(
     version=3,
     fingerprint="model",
     recipe=Recipe(weights="fp8_block", not_converted=("lm_head",)),
-    tensors=(large(),),
+    tensors=(TENSOR,),
     kv_scales={"layer.0": 1.5},
     kv_scales_from="trainer",
     label="é",
@@ -145,53 +130,43 @@ WRITTEN = Manifest(
 
 
 class TestFile:
-    @pytest.mark.parametrize("manifest", [MANIFEST, WRITTEN])
-    def test_a_manifest_survives_its_file(self, tmp_path, manifest):
-        (tmp_path / MANIFEST_FILE).write_bytes(manifest.to_json())
-        assert read_manifest(tmp_path) == manifest
-
     def test_the_file_is_plain_json(self):
-        assert manifest_of_json(as_written()) == WRITTEN
+        assert manifest_of_json(as_written()) == WRITTEN == manifest_of_json(WRITTEN.to_json())
         assert json.loads(WRITTEN.to_json()) == json.loads(as_written())
 
     @pytest.mark.parametrize(
         ("known", "other", "why"),
         [
-            ('"delta_of"', '"delta_from"', "delta_from"),  # of another release
-            ('"delta_of":null', '"delta_of":2', "delta_of"),  # of a part of a version
-            ('"version":3', '"version":-1', "version"),
-            ('"fp8_block"', '"fp4_block"', "fp4_block"),
-            ('"bfloat16"', '"float16"', r"tensors\[.*dtype"),
-            ('"offset":80', '"offset":"80"', r"tensors\[.*offset"),
-            ('"offset":80,', "", "offset"),
-            ('"name":"b"', '"name":"a"', "tensor a occurs twice"),
-            (',"rollback_of":null}', "", "truncated"),
+            (b'"delta_of"', b'"delta_from"', "delta_from"),  # of another release
+            (b'"delta_of":null', b'"delta_of":2', "delta_of"),  # of a part of a version
+            (b'"version":3', b'"version":-1', "version"),
+            (b'"fp8_block"', b'"fp4_block"', "fp4_block"),
+            (b'"bfloat16"', b'"float16"', r"tensors\[.*dtype"),
+            (b'"offset":80', b'"offset":"80"', r"tensors\[.*offset"),
+            (b'"offset":80,', b"", "offset"),
+            (b'"name":"b"', b'"name":"a"', "tensor a occurs twice"),
+            (b',"rollback_of":null}', b"", "truncated"),
+            (b'"model"', b'"\xff"', ""),
         ],
     )
     def test_what_is_no_manifest_is_refused(self, tmp_path, known, other, why):
-        text = MANIFEST.to_json().decode()
+        text = MANIFEST.to_json()
         assert known in text
-        (tmp_path / MANIFEST_FILE).write_text(text.replace(known, other))
+        (tmp_path / MANIFEST_FILE).write_bytes(text.replace(known, other))
         with pytest.raises(ManifestDamaged, match=why):
             read_manifest(tmp_path)
-
-    def test_text_that_is_not_utf_8_is_refused(self):
-        with pytest.raises(ManifestDamaged):
-            manifest_of_json(MANIFEST.to_json().replace(b'"model"', b'"\xff"'))
 
     @pytest.mark.parametrize(
         ("fields", "why"),
         [
-            ({"digest": "00" * 16}, "chunk_digests of a are not those of its 3 chunks"),
-            ({"nbytes": len(LARGE) + CHUNK_BYTES}, "chunk_digests of a are not those of its 4 chunks"),
-            ({"chunk_digests": ""}, "chunk_digests of a are not those of its 3 chunks"),
-            ({"chunk_digests": "AAAA"}, "chunk_digests of a are not those of its 3 chunks"),
-            ({"chunk_digests": "?"}, r"tensors\[.*chunk_digests"),
+            ({"digest": "00" * 16}, "of a are not those of its 3 chunks"),
+            ({"nbytes": len(LARGE) + CHUNK_BYTES}, "of a are not those of its 4 chunks"),
+            ({"chunk_digests": ""}, "of a are not those of its 3 chunks"),
+            ({"chunk_digests": "AAAA"}, "of a are not those of its 3 chunks"),
+            ({"chunk_digests": "?"}, r"tensors\[.*"),
         ],
-        ids=["another digest", "a chunk more", "none", "a chunk less", "no base64"],
     )
     def test_chunk_digests_that_do_not_match_the_digest_are_refused(self, fields, why):
-        assert len(list(large().chunks())) == 3
         with pytest.raises(ManifestDamaged, match=why):
             manifest_of_json(as_written(**fields))
 

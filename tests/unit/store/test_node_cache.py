@@ -1,4 +1,4 @@
-"""Replicas of a node without the log fetch versions into a folder that they share."""
+"""The ingest hands out files through Ray's object store, and nodes without the log share copies of them."""
 
 import asyncio
 import errno
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 from rollout_service.config.service import AUTO, WeightsConfig
 from rollout_service.errors import InsufficientStorage, LogCorrupt, NotFound, NotReady
-from rollout_service.protocol.weight_log import Head
+from rollout_service.protocol.weight_log import Control, Head
 from rollout_service.store import node_cache as module
-from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import WriterLock
 from rollout_service.store.log import WeightLog
-from rollout_service.store.node_cache import NodeCache, find_log
+from rollout_service.store.node_cache import ChunkServer, NodeCache, find_log
 from tests.unit.ingest.trainer import settle, untouched_files
 from tests.unit.store.offering import CHUNK_BYTES, OfferingIngest
 from tests.unit.store.versions import FIRST, commit, flip_a_byte, restored
@@ -50,18 +50,6 @@ def copies_on(node: Path, ingest: OfferingIngest) -> NodeCache:
     return NodeCache(node, ingest, ingest.served.newest(), CHUNK_BYTES)
 
 
-def test_a_copy_that_cannot_be_looked_at_stops_no_replica(node, ingest, monkeypatch, caplog):
-    left = node / "copies" / "left"
-    left.mkdir(parents=True)
-
-    def failing(folder: Path) -> bool:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
-
-    monkeypatch.setattr(module, "is_unlocked", failing)
-    copies_on(node, ingest)
-    assert left.exists() and f"{left} is removed later" in caplog.text
-
-
 @pytest.fixture
 def copies(node: Path, ingest: OfferingIngest) -> NodeCache:
     return copies_on(node, ingest)
@@ -81,13 +69,73 @@ def following(root: Path, poll_s: float = 0.01) -> WeightsConfig:
     return WeightsConfig(root=root, poll_s=poll_s)
 
 
-class TestWhoseLog:
-    async def test_a_replica_of_an_auto_root_takes_the_ingests(self, log, ingest):
-        found, copies = await find_log(following(AUTO), ingest)
-        assert found.root == log.root and copies is None
+FILE = "weights-00001.safetensors"
 
-    async def test_a_replica_that_sees_the_ingests_log_needs_no_copies(self, log, ingest):
-        assert await find_log(following(log.root), ingest) == (following(log.root), None)
+
+class TestChunkServer:
+    def test_the_newest_version_is_sent_with_its_log_and_control(self, log, ingest, tmp_path):
+        before = log.origin()
+        log.set_control(Control(paused=True, mode="abort"))
+        newest = ingest.served.newest()
+        assert (newest.head, newest.control, newest.origin) == (log.head(), Control(paused=True, mode="abort"), before)
+        after = log.sign()  # by the next process that writes it
+        assert before is not None and after.log == before.log and after.writer != before.writer
+        assert ingest.served.newest().origin == after
+        empty = WeightLog(tmp_path / "empty")
+        empty.sign()
+        with pytest.raises(NotReady, match="version 0 is still being made"):
+            ChunkServer(empty).newest()
+
+    async def test_the_chunks_of_all_files_are_their_bytes(self, log, ingest):
+        (log.folder(0) / ".manifest.json.tmp").write_text("{")
+        files = ingest.served.files(0)
+        assert {file.name for file in files} == {"manifest.json", FILE}
+        for file in files:
+            read = b""
+            for index in range(-(-file.nbytes // CHUNK_BYTES)):
+                (ref,) = await ingest.served.chunk(0, file.name, index)
+                chunk: np.ndarray = ray.get(ref)
+                assert chunk.dtype == np.uint8 and chunk.nbytes <= CHUNK_BYTES
+                read += chunk.tobytes()
+            assert read == (log.folder(0) / file.name).read_bytes()
+
+    async def test_an_object_is_shared_and_few_are_held_and_none_for_long(self, log, ingest, monkeypatch):
+        served = ingest.served
+        replies = await asyncio.gather(*(served.chunk(0, "manifest.json", 0) for _ in range(8)))
+        assert len({reply[0] for reply in replies}) == 1
+        for index in range(1, module.HELD_CHUNKS + 1):
+            await served.chunk(0, "manifest.json", index)
+        assert len(served._held) == module.HELD_CHUNKS
+        assert (await served.chunk(0, "manifest.json", 0))[0] != replies[0][0]
+        monkeypatch.setattr(module, "HELD_S", 0.0)
+        brief = ChunkServer(log, CHUNK_BYTES)
+        await brief.chunk(0, FILE, 0)
+        await settle()
+        assert brief._held == {}
+
+    async def test_what_is_not_in_the_log_is_not_handed_out(self, ingest):
+        with pytest.raises(NotFound, match="version 7 is not in the log"):
+            await ingest.served.chunk(7, FILE, 0)
+        for name in ("../LATEST", "/etc/passwd", "weights-00002.safetensors"):
+            with pytest.raises(NotFound, match="has no file"):
+                await ingest.served.chunk(0, name, 0)
+
+    async def test_an_unreadable_file_is_named_and_readable_once_repaired(self, ingest, monkeypatch):
+        def fail(*_: object, **__: object) -> np.ndarray:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module.np, "fromfile", fail)
+            with pytest.raises(LogCorrupt, match=f"version 0: {FILE} cannot be read"):
+                await ingest.served.chunk(0, FILE, 0)
+        assert await ingest.served.chunk(0, FILE, 0)
+
+
+class TestWhoseLog:
+    @pytest.mark.parametrize("is_auto", [False, True])
+    async def test_a_replica_that_sees_the_ingests_log_needs_no_copies(self, log, ingest, is_auto):
+        root = AUTO if is_auto else log.root
+        assert await find_log(following(root), ingest) == (following(log.root), None)
 
     @pytest.mark.parametrize("cloned", [False, True], ids=["empty", "clone of an older state"])
     async def test_a_replica_that_does_not_see_it_has_a_folder_of_copies(self, log, ingest, node, cloned):
@@ -126,16 +174,19 @@ class TestWhoseLog:
 
 
 class TestFetch:
-    async def test_a_fetched_version_has_the_same_files_and_is_the_newest(self, copies, log):
-        await copies.fetch(head_of(log))
-        assert contents(copies.log.folder(0)) == contents(log.folder(0))
-        assert copies.log.head() == log.head()
-        copies.log.verify(copies.log.manifest(0))
-
-    async def test_replicas_of_a_node_fetch_a_version_once(self, node, ingest, copies, log):
-        others = [copies_on(node, ingest) for _ in range(3)]
+    async def test_replicas_of_a_node_fetch_a_version_once_with_all_its_files(self, node, ingest, copies, log):
+        others, old = [copies_on(node, ingest) for _ in range(3)], head_of(log)
+        commit(log, 1)
         await asyncio.gather(*(each.fetch(head_of(log)) for each in [copies, *others]))
         assert len(ingest.chunks) == len(set(ingest.chunks)) > 2
+        await copies.fetch(old)  # late: it does not turn LATEST back
+        assert copies.log.head() == log.head() and copies.log.versions() == [0, 1]
+        for version in (0, 1):
+            assert contents(copies.log.folder(version)) == contents(log.folder(version))
+            copies.log.verify(copies.log.manifest(version))
+        (copies.log.root / "LATEST").unlink()  # as after a crash
+        await copies.fetch(head_of(log))
+        assert contents(copies.log.folder(1)) == contents(log.folder(1)) and copies.log.head() == log.head()
 
     async def test_a_copy_that_was_interrupted_goes_on_where_it_was(self, copies, ingest, log):
         ingest.fail_after = 3
@@ -164,13 +215,6 @@ class TestFetch:
             await copies.fetch(head_of(log).model_copy(update={"digest": "00ff"}))
         assert copies.log.versions() == []
 
-    async def test_a_version_that_is_gone_at_the_ingest_is_said_to_be_gone(self, copies, log):
-        old = head_of(log)
-        commit(log, 1)
-        log.drop(0)
-        with pytest.raises(NotFound, match="version 0 is not in the log"):
-            await copies.fetch(old)
-
     async def test_a_full_disk_says_so_and_leaves_what_was_there(self, copies, log, monkeypatch):
         await copies.fetch(head_of(log))
         commit(log, 1)
@@ -186,35 +230,20 @@ class TestFetch:
         await copies.fetch(head_of(log))
         assert copies.log.head() == log.head()
 
-    async def test_an_older_version_fetched_late_does_not_turn_latest_back(self, copies, log):
-        old = head_of(log)
-        commit(log, 1)
-        await copies.fetch(head_of(log))
-        await copies.fetch(old)
-        assert copies.log.head() == log.head() and copies.log.versions() == [0, 1]
-
 
 class TestRestoredLog:
-    async def test_a_copy_of_other_weights_of_the_same_number_is_replaced(self, copies, ingest, log):
-        with restored(log):
-            commit(log, 1)
-            await copies.fetch(head_of(log))
-        commit(log, 1, content=77)
-        await copies.look()
-        await copies.fetch(head_of(log))
-        assert contents(copies.log.folder(1)) == contents(log.folder(1))
-        assert copies.log.head() == log.head()
-
-    async def test_a_copy_is_replaced_even_while_another_replica_reads_it(self, node, ingest, copies, log):
+    async def test_a_copy_of_other_weights_is_replaced_even_while_it_is_read(self, node, ingest, copies, log):
         other = copies_on(node, ingest)
         with restored(log):
             commit(log, 1)
             await copies.fetch(head_of(log))
             await other.fetch(head_of(log))
         commit(log, 1, content=77)
-        await other.look()
-        await other.fetch(head_of(log))
-        assert contents(other.log.folder(1)) == contents(log.folder(1))
+        for replica in (other, copies):
+            await replica.look()
+            await replica.fetch(head_of(log))
+            assert contents(replica.log.folder(1)) == contents(log.folder(1))
+        assert copies.log.head() == log.head()
 
     async def test_copies_that_the_restored_log_does_not_have_are_removed(self, copies, log):
         with restored(log):
@@ -314,15 +343,9 @@ class TestKeep:
         await copies.fetch(head_of(log))
         assert copies.log.head() == log.head()
 
-    async def test_copies_left_without_latest_by_a_crash_are_fetched_again(self, copies, log):
-        commit(log, 1)
-        await copies.fetch(head_of(log))
-        (copies.log.root / "LATEST").unlink()
-        await copies.fetch(head_of(log))
-        assert contents(copies.log.folder(1)) == contents(log.folder(1))
-        assert copies.log.head() == log.head()
-
-    async def test_copies_of_an_old_log_are_removed_once_nobody_reads_them(self, node, ingest, copies, log, tmp_path):
+    async def test_copies_of_an_old_log_are_removed_once_nobody_reads_them(
+        self, node, ingest, copies, log, tmp_path, monkeypatch, caplog
+    ):
         await copies.fetch(head_of(log))
         other = WeightLog(tmp_path / "other")
         commit(other, 0)
@@ -331,5 +354,13 @@ class TestKeep:
         first = copies_on(node, elsewhere)
         assert {path.name for path in (node / "copies").iterdir()} == {copies.log.root.name, first.log.root.name}
         os.close(copies._fd)
+
+        def failing(folder: Path) -> bool:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "is_unlocked", failing)
+            copies_on(node, elsewhere)  # a copy that cannot be looked at stops no replica
+            assert copies.log.root.exists() and f"{copies.log.root} is removed later" in caplog.text
         copies_on(node, elsewhere)
         assert [path.name for path in (node / "copies").iterdir()] == [first.log.root.name]

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 
 from rollout_service.errors import LogCorrupt
-from rollout_service.protocol.tensors import TensorSlot
-from rollout_service.store.layout import Layout
 from rollout_service.store.log import verify_tensors
-from rollout_service.store.manifest import CHUNK_BYTES, Manifest, Recipe, StoredTensor
+from rollout_service.store.manifest import CHUNK_BYTES, Manifest, StoredTensor
 from rollout_service.store.reading import VersionReader, pieces
-from rollout_service.store.writer import VersionWriter
+from tests.unit.store.versions import written
 
 SIZES = (5, CHUNK_BYTES + 3, 0, 7)
 
@@ -19,14 +17,9 @@ SIZES = (5, CHUNK_BYTES + 3, 0, 7)
 @pytest.fixture
 def version(tmp_path: Path) -> tuple[Path, Manifest, bytes]:
     """Folder, manifest, and the bytes of the tensors in their order."""
-    slots = [TensorSlot(name=f"t{i}", dtype="float8_e4m3fn", shape=(size,)) for i, size in enumerate(SIZES)]
-    data = random.Random(0).randbytes(sum(SIZES))
-    writer, position = VersionWriter(tmp_path, Layout(slots)), 0
-    for slot in slots:
-        writer.write(slot.name, memoryview(data[position : position + slot.nbytes]))
-        position += slot.nbytes
-    manifest = Manifest(version=1, fingerprint="model", recipe=Recipe(weights="none"), tensors=writer.finish())
-    return tmp_path, manifest, data
+    parts = [random.Random(size).randbytes(size) for size in SIZES]
+    tensors = {f"t{i}": ("float8_e4m3fn", (len(part),), part) for i, part in enumerate(parts)}
+    return tmp_path, written(tmp_path, tensors), b"".join(parts)
 
 
 def all_chunks(manifest: Manifest) -> list[tuple[StoredTensor, object]]:

@@ -38,28 +38,19 @@ def test_received_bytes_are_in_a_mapped_file_without_a_write(space, memory):
     assert not (memory / "1").exists()
 
 
-def test_a_released_file_is_that_of_the_next_upload(space, memory):
+def test_a_released_file_is_that_of_the_next_upload_of_its_size(space, memory):
     first = space.open(memory / "1", 8)
     fill(first, b"12345678")
     space.release(first, keep=True)
-    assert not (memory / "1").exists() and space.kept_bytes == 8
+    space.release(space.open(memory / "0", 0), keep=True)  # an upload without bytes leaves it
+    assert [path.name for path in memory.iterdir()] == ["kept"] and space.kept_bytes == 8
     assert space.open(memory / "2", 8) is first and space.kept_bytes == 0
     assert first.path == memory / "2" and (memory / "2").read_bytes() == b"12345678"
-
-
-def test_a_file_of_another_size_is_not_reused(space, memory):
-    first = space.open(memory / "1", 8)
     space.release(first, keep=True)
-    second = space.open(memory / "2", 9)
-    assert second is not first and not (memory / "kept").exists()
-    space.release(second, keep=True)
+    third = space.open(memory / "3", 9)
+    assert third is not first and not (memory / "kept").exists()
+    space.release(third, keep=True)
     assert space.kept_bytes == 9
-
-
-def test_an_upload_without_bytes_leaves_the_kept_file(space, memory):
-    space.release(space.open(memory / "1", 8), keep=True)
-    space.release(space.open(memory / "2", 0), keep=True)
-    assert space.kept_bytes == 8 and [path.name for path in memory.iterdir()] == ["kept"]
 
 
 def test_a_kept_file_makes_room_for_others(space, memory):

@@ -11,7 +11,6 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from rollout_service.engine.attention import backend
 from rollout_service.engine.attention.backend import GroupAttentionBackend, GroupAttentionImpl
 from rollout_service.engine.plugin import register
 
@@ -48,8 +47,6 @@ def test_what_was_measured_is_valid():
     ("asked", "reason"),
     [
         ({"head_size": 96}, "head_size not supported"),
-        ({"head_size": 256}, "head_size not supported"),
-        ({"capability": (8, 0)}, "compute capability not supported"),
         ({"capability": (10, 0)}, "compute capability not supported"),
         ({"use_mla": True}, "MLA not supported"),
         ({"has_sink": True}, "attention sinks not supported"),
@@ -89,13 +86,6 @@ def layer(version: int, monkeypatch: pytest.MonkeyPatch, *, heads: int = 32, **g
     ],
 )
 def test_a_layer_that_it_cannot_do_is_refused(version, given, what, monkeypatch):
+    assert layer(3, monkeypatch).num_queries_per_kv == 4  # what was measured is made
     with pytest.raises(NotImplementedError, match=f"is not there for {what}: set engine.attention_backend: FLASH_ATTN"):
         layer(version, monkeypatch, **given)
-
-
-def test_a_layer_of_what_was_measured_is_made(monkeypatch):
-    assert layer(3, monkeypatch).num_queries_per_kv == 4
-
-
-def test_a_schedule_has_room_for_the_largest_batch():
-    assert backend.MAX_SEQUENCES + backend.MAX_SEQUENCES // 2 <= backend.MAX_ENTRIES

@@ -65,24 +65,13 @@ def recorded() -> Recorded:
     with recording(model, tensors) as recorder:
         model.load(*tensors.values())
     placement = Placement(copy.span for copy in recorder.copies)
-    area = torch.zeros(placement.nbytes, dtype=torch.uint8)
+    area = torch.zeros(96 + placement.nbytes, dtype=torch.uint8)[96:]  # a part of other memory
     for span, place in placement.places.items():
         held = tensors[span.tensor].reshape(-1).view(torch.uint8)
         for row in range(span.rows):
             first, target = span.start + row * span.stride_bytes, place + row * span.row_bytes
             area[target : target + span.row_bytes] = held[first : first + span.row_bytes]
     return Recorded(model, recorder.copies, placement, area)
-
-
-def replayed(parameter: torch.Tensor, recorded: Recorded, copies: list[Copy]) -> torch.Tensor:
-    """What the copies put into a parameter, byte by byte."""
-    held = bytearray(parameter.numel() * parameter.element_size())
-    for c in copies:
-        for row in range(c.rows):
-            source = recorded.placement.places[c.span] + row * c.staged_stride()
-            target = c.target + row * c.target_stride_bytes
-            held[target : target + c.row_bytes] = recorded.area[source : source + c.row_bytes].numpy().tobytes()
-    return torch.frombuffer(held, dtype=parameter.dtype).view(parameter.shape)
 
 
 def spoil(parameter: torch.Tensor) -> None:
@@ -104,29 +93,17 @@ def shrink(parameter: torch.nn.Parameter) -> None:
 class TestRecorder:
     def test_recorded_copies_do_what_the_loader_did(self, recorded):
         for name, parameter in recorded.model.named_parameters():
-            mine = recorded.of(name)
             assert parameter.abs().sum() > 0
-            assert torch.equal(replayed(parameter, recorded, mine), parameter)
-            _require_same(name, parameter, mine, recorded.placement, recorded.area)
-
-    def test_the_area_may_be_a_part_of_other_memory(self, recorded):
-        area = torch.cat([torch.full((96,), 7, dtype=torch.uint8), recorded.area])[96:]
-        for name, parameter in recorded.model.named_parameters():
-            _require_same(name, parameter, recorded.of(name), recorded.placement, area)
+            _require_same(name, parameter, recorded.of(name), recorded.placement, recorded.area)
 
     def test_only_the_part_read_of_each_row_is_staged(self, recorded):
         assert [(copy.source, copy.row_bytes, copy.rows) for copy in recorded.of("cut")] == [(12, 12, 4)]
         assert recorded.placement.nbytes == sum(4 * p.numel() for p in recorded.model.parameters())
 
-    def test_what_does_not_come_from_a_stored_tensor_is_not_recorded(self):
-        model = Fused()
-        with recording(model, stored((2, 8))) as recorder:
-            model.cut.data.copy_(torch.ones(4, 3))
-        assert recorder.copies == []
-
-    def test_a_conversion_on_the_way_is_not_recorded(self):
+    def test_other_sources_and_conversions_are_not_recorded(self):
         model, tensors = Fused(), stored((4, 3))
         with recording(model, tensors) as recorder:
+            model.cut.data.copy_(torch.ones(4, 3))
             model.cut.data.copy_(tensors["0"].view(torch.int32))
         assert recorder.copies == []
 
@@ -195,11 +172,9 @@ def places(tensor: torch.Tensor) -> Iterator[int]:
 
 
 class TestRuns:
-    def test_runs_that_follow_each_other_on_both_sides_become_one(self):
+    def test_runs_that_follow_each_other_on_both_sides_become_one_and_rows_never(self):
         first, second, elsewhere = Rows(0, 100, 10), Rows(10, 110, 6), Rows(16, 200, 4)
         assert _coalesce([second, elsewhere, first]) == [Rows(0, 100, 16), elsewhere]
-
-    def test_rows_are_never_joined(self):
         rows = [Rows(0, 100, 4, rows=2, source_stride_bytes=8, target_stride_bytes=4), Rows(16, 108, 4)]
         assert _coalesce(rows) == rows
 

@@ -28,15 +28,15 @@ def serving(stage: Callable[[Path, str | None], StageAnswer]) -> Iterator[str]:
 async def test_the_worker_is_told_what_to_stage_and_its_answer_is_told():
     asked = []
     answers = [
-        StageAnswer(),
         StageAnswer(refused="too large"),
         StageAnswer(corrupt=("chunk 3 of w\nis not", {"tensor": "w", "chunk": 3})),
         StageAnswer(failed="a message of a whole manifest " * 10_000),
+        StageAnswer(failed="IndexError: list index out of range"),
     ]
 
     def stage(folder: Path, digest: str | None) -> StageAnswer:
         asked.append((folder, digest))
-        return answers[len(asked) - 1]
+        return answers[:3][len(asked) - 1]  # which fails at last
 
     with serving(stage) as address:
         for answer in answers:
@@ -53,14 +53,6 @@ def test_a_replica_of_ray_serve_asks_by_uvloop():
         assert runner.run(stage_at(address, CALL)) == StageAnswer(refused="too large")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, pytest.raises(ConnectionRefusedError):
         runner.run(stage_at(address, CALL))
-
-
-async def test_what_fails_in_the_worker_is_told():
-    def stage(folder: Path, digest: str | None) -> StageAnswer:
-        raise RuntimeError(f"no plan for {folder}")
-
-    with serving(stage) as address:
-        assert await stage_at(address, CALL) == StageAnswer(failed="RuntimeError: no plan for /log/3")
 
 
 async def test_who_stops_waiting_may_ask_again(caplog):
@@ -81,13 +73,6 @@ async def test_who_stops_waiting_may_ask_again(caplog):
         assert await asyncio.to_thread(asked.acquire, timeout=WAIT_S)
         go_on.set()
         assert await second == StageAnswer()
-
-
-async def test_a_worker_that_has_ended_is_an_error():
-    with serving(lambda _folder, _digest: StageAnswer()) as address:
-        pass
-    with pytest.raises(OSError):
-        await stage_at(address, CALL)
 
 
 async def test_a_worker_that_ends_meanwhile_is_an_error(monkeypatch):

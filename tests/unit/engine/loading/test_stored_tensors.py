@@ -8,12 +8,10 @@ import torch
 from rollout_service.engine.loading import stored_tensors as module
 from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.errors import LogCorrupt
-from rollout_service.protocol.tensors import TensorSlot
-from rollout_service.store.layout import Layout
+from rollout_service.protocol.tensors import STORED_DTYPE_BYTES, StoredDtype
 from rollout_service.store.log import WeightLog
-from rollout_service.store.manifest import Manifest, Recipe
-from rollout_service.store.writer import VersionWriter
-from tests.unit.store.versions import FIRST, SECOND, commit
+from rollout_service.store.manifest import Manifest, StoredTensor
+from tests.unit.store.versions import FIRST, SECOND, commit, written
 
 NUMBER, SIZE = 50, 3001
 
@@ -22,11 +20,8 @@ NUMBER, SIZE = 50, 3001
 def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Manifest]:
     """A version of many tensors, each filled with its number, read in batches of a few."""
     monkeypatch.setattr(module, "_BATCH_BYTES", 4 * SIZE)
-    slots = [TensorSlot(name=str(i), dtype="float8_e4m3fn", shape=(SIZE,)) for i in range(NUMBER)]
-    writer = VersionWriter(tmp_path, Layout(slots, 20 * SIZE))
-    for number, slot in enumerate(slots):
-        writer.write(slot.name, memoryview(bytes([number]) * SIZE))
-    return tmp_path, Manifest(version=1, fingerprint="m", recipe=Recipe(weights="none"), tensors=writer.finish())
+    tensors = {str(i): ("float8_e4m3fn", (SIZE,), bytes([i]) * SIZE) for i in range(NUMBER)}
+    return tmp_path, written(tmp_path, tensors, max_file_bytes=20 * SIZE)
 
 
 def test_the_tensors_are_those_of_the_files_in_their_order(tmp_path):
@@ -41,19 +36,30 @@ def test_the_tensors_are_those_of_the_files_in_their_order(tmp_path):
 
 
 def test_memory_is_reused_only_when_no_tensor_in_it_is_held(many):
-    kept = []
+    kept, addresses = [], set()
     for number, (name, tensor) in enumerate(stored_tensors(*many)):
         assert name == str(number) and tensor.view(torch.uint8).unique().tolist() == [number]
+        addresses.add(tensor.data_ptr())
         if number % 7 == 0:
             kept.append((number, tensor))
     assert all(tensor.view(torch.uint8).unique().tolist() == [number] for number, tensor in kept)
+    assert len(addresses) < NUMBER
 
 
-def test_a_tensor_is_announced_first_and_freed_memory_is_reused(many):
-    told: dict[str, int] = {}
-    for name, tensor in stored_tensors(*many, lambda name, tensor: told.update({name: tensor.data_ptr()})):
-        assert told[name] == tensor.data_ptr()
-    assert len(told) == NUMBER > len(set(told.values()))
+def test_tensors_are_batched_where_each_is_aligned_for_its_dtype():
+    sizes: list[tuple[str, StoredDtype, int]] = [
+        ("a", "int8", 3),
+        ("b", "float32", 8),
+        ("c", "bfloat16", 4),
+        ("d", "int8", 4),
+    ]
+    odd, offset = [], 8
+    for name, dtype, nbytes in sizes:
+        odd.append(StoredTensor(name, dtype, (nbytes // STORED_DTYPE_BYTES[dtype],), "1", offset, nbytes, "aa"))
+        offset += nbytes
+    batched = [[tensor.name for tensor, _ in piece.chunks] for piece in module.batches(odd, 1000)]
+    assert batched == [["a"], ["b", "c", "d"]]
+    assert [piece.nbytes for piece in module.batches(odd, 12)] == [3, 12, 4]
 
 
 def test_a_flipped_bit_stops_the_load_before_its_tensor_is_given(many):
