@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from rollout_service.errors import EngineFailed
-from rollout_service.fleet.autoscaling import RUNNING
 from rollout_service.kv_scales.observer import observe_qkv
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
@@ -41,7 +40,7 @@ async def long_rollouts(one: OneEngine) -> list[asyncio.Task[tuple[Completion, .
     """Two completions of 220 tokens for each prompt, all under way."""
     sampling = Sampling(n=2, max_tokens=220, temperature=1.0, ignore_eos=True)
     tasks = [asyncio.create_task(one.engine.generate(f"long{i}", p, sampling)) for i, p in enumerate(PROMPTS)]
-    while one.engine.scheduler.load(1)[RUNNING] < 2 * len(PROMPTS):
+    while one.engine.scheduler.load(1, 0).running < 2 * len(PROMPTS):
         await asyncio.sleep(0.01)
     return tasks
 

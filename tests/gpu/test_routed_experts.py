@@ -9,7 +9,6 @@ import pytest_asyncio
 import torch
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.fleet.autoscaling import RUNNING
 from rollout_service.fleet.continuation import continuation_call, merge_completions
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.routed_experts import Experts, Known
@@ -111,7 +110,7 @@ async def test_they_begin_where_they_are_asked_for_and_only_for_who_asks(one):
 async def begun(one: OneEngine, prompt: tuple[int, ...], name: str) -> "asyncio.Task[tuple[Completion, ...]]":
     """A long completion that has its first token."""
     task = asyncio.create_task(one.engine.generate(name, prompt, LONG))
-    while one.engine.scheduler.load(admitted=1)[RUNNING] == 0:
+    while one.engine.scheduler.load(1, 0).running == 0:
         await asyncio.sleep(0.005)
     return task
 

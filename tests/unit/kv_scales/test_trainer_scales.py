@@ -92,7 +92,7 @@ class TestAgain:
 
     async def test_a_commit_that_means_other_scales_is_refused(self, ingest, trainer, weights):
         plan = await trainer.upload(1, weights, kv_scales=SCALES)
-        of_parts = upload_digest(ingest.staged(1).digests[part] for part in range(plan.num_parts))
+        of_parts = upload_digest(ingest.staged(1).parts.digests[part] for part in range(plan.num_parts))
         for meant in (of_parts, with_kv_scales(of_parts, OTHERS)):
             with pytest.raises(VersionConflict, match="nothing was committed"):
                 await ingest.commit(1, CommitUpload(upload_digest=meant))
