@@ -55,7 +55,7 @@ class DeltaPushes:
         self._uploader = uploader
         self._turn = asyncio.Lock()
         self._laps = Laps()
-        """Of the push whose turn it is."""
+        """The times of the running push."""
         self._sent: SentWeights | None = None
         """The last sent weights. None while their bytes change, so that an interrupted push leaves no half-changed
         base."""

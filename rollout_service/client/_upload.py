@@ -52,7 +52,7 @@ class Uploader:
         self._kept: tuple[tuple[UploadTensor, ...], str] | None = None
         """The last announced table, and its name at the ingest."""
         self._quantizing: tuple[object, Converter, tuple[UploadTensor, ...]] | None = None
-        """What the last converter was made for, the converter, and the table of its results."""
+        """The arguments of the last converter, the converter, and the table of its results."""
         self._shared: dict[Shared, SharedMemoryPushes] = {
             "cuda_ipc": SharedMemoryPushes(http, self.begin, self._listeners.find, GpuMemory),
             "shared_memory": SharedMemoryPushes(http, self.begin, self._listeners.find, HostMemory),

@@ -39,10 +39,6 @@ from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group 
 from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.forward_context import set_forward_context
 from vllm.lora.layers import BaseLayerWithLoRA, LoRAMapping
-from vllm.model_executor.kernels.linear import (
-    Fp8BlockScaledMMLinearKernel,
-    FP8ScaledMMLinearLayerConfig,
-)
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import (
@@ -272,12 +268,6 @@ def unpacked_convolution(layer: torch.nn.Module | torch.Tensor) -> torch.Tensor 
     """Return the loaded weight [channels, width] of a causal convolution; None: no CPU kernel has packed it."""
     found: torch.Tensor | None = getattr(layer, "_cpu_unpacked_conv_weight", None)
     return found
-
-
-def block_weight(kernel: Fp8BlockScaledMMLinearKernel, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes e4m3 [N, K] and scales fp32 [⌈N/128⌉, ⌈K/128⌉] of a block-FP8 kernel's layer."""
-    parameters = kernel._get_layer_params(layer)
-    return parameters.weight.data, parameters.block_scale.data
 
 
 @contextmanager

@@ -9,9 +9,7 @@ Importing this file takes seconds and 150 MB, so ``gateway/openai/serving.py`` o
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
-    AnthropicCountTokensResponse,
     AnthropicMessagesRequest,
-    AnthropicMessagesResponse,
 )
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
@@ -25,10 +23,8 @@ from vllm.entrypoints.openai.responses.utils import construct_chat_messages_with
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
-    DetokenizeResponse,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
-    TokenizeResponse,
 )
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.parser import Parser

@@ -1,4 +1,4 @@
-"""What vLLM's processes do for their replica: end with it, show what they log, and report why they could not start.
+"""Processes of vLLM: they end with their replica, show what they log, and report why they could not start.
 
 vLLM's engine core and its workers log their fatal errors, but tell the replica only that they ended. The replica
 therefore names a file in an environment variable that they inherit. In each process, vLLM's plug-in writes the errors

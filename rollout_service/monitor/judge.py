@@ -1,4 +1,4 @@
-"""What the thresholds decide: which versions are suspect, and how old kept keys and values may be."""
+"""Judge versions as suspect, and choose the maximum age of kept keys and values."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""What vLLM's CPU attention needs: a permission for AMX, and vector instructions for an FP8 KV cache."""
+"""Requirements of vLLM's CPU attention: a permission for AMX, and vector instructions for an FP8 KV cache."""
 
 import ctypes
 import platform

@@ -1,4 +1,4 @@
-"""What vLLM's layerwise reload does not notice or leaves unchanged: found, reported, or done afterwards."""
+"""Find, report and complete the tensors that vLLM's layerwise reload misses or leaves unchanged."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
