@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly VENV=.venv
 readonly NEWEST=.newest
 readonly OUT=out/newest_vllm
-export ROLLOUT_SERVICE_ANY_RELEASE=1  # compat/versions.py refuses other releases
+export ROLLOUT_SERVICE_ANY_RELEASE=1  # rollout_service/compat refuses other releases
 # as requirements/cpu.txt and gpu.txt leave them out, and say why
 readonly LEFT_OUT='torchvision|torchaudio|torchcodec|pynvvideocodec|flashinfer[a-z-]*|tilelang|quack-kernels|humming-kernels|tokenspeed-mla|nvidia-[a-z0-9-]*|fastsafetensors|instanttensor'
 
@@ -54,7 +54,7 @@ pinned() { sed -nE "s/^${package}==//p" requirements/{cpu,gpu}.txt; }
 
 check_names() {
   local tests=tests/unit/compat/test_private_names.py
-  if ! $NEWEST/bin/python -m pytest $tests -k as_it_was_read -p no:cacheprovider -q -rfE >$OUT/all.txt; then
+  if ! $NEWEST/bin/python -m pytest $tests -k as_they_were_read -p no:cacheprovider -q -rfE >$OUT/all.txt; then
     grep -E '^(FAILED|ERROR|E  )' $OUT/all.txt | tee $OUT/names.txt
     return 1
   fi

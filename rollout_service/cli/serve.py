@@ -32,10 +32,11 @@ from rollout_service.store.log_place import log_place
 _REPLICAS = re.compile(r"(\d+)(?:-(\d+))?")
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 LOOK_S = 1.0
-"""Time in seconds between two looks."""
+"""Time in seconds between two looks at a service that starts."""
 REPEAT_S = 30.0
-"""Time in seconds after which an unchanged line is repeated."""
+"""Time in seconds after which an unchanged line about the start is repeated."""
 _ANSWER_S = 2.0
+"""Timeout in seconds of one look."""
 
 
 def replica_bounds(text: str) -> tuple[int, int]:

@@ -25,8 +25,9 @@ async def controller_answered(within_s: float, *, if_gone: bool = False) -> bool
     """Return True if Serve's controller answers a call in time. ``if_gone``: returned if it has died, or is starting,
     or Serve is shutting down."""
     try:
+        controller = serve_controller()  # blocks: not part of the controller's time
         async with asyncio.timeout(within_s):
-            await serve_controller().check_alive.remote()
+            await controller.check_alive.remote()
     except TimeoutError:
         return False
     except (RayError, ValueError):

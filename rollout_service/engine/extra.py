@@ -170,6 +170,8 @@ def with_extra(owned: dict[str, Any], config: ServiceConfig, on_cpu: bool) -> di
     ours, given = owned["compilation_config"], extra.pop("compilation_config", {})
     compilation = {**ours, **given, INDUCTOR: {**ours.get(INDUCTOR, {}), **given.get(INDUCTOR, {})}}
     processors = [*owned["logits_processors"], *extra.pop("logits_processors", [])]
+    if twice := sorted(owned.keys() & extra.keys()):
+        raise ValueError(f"engine.extra.{twice[0]} is not taken: the service sets it")
     merged = {"hf_overrides": overrides, "logits_processors": processors or None, "compilation_config": compilation}
     return {**owned, **extra, **merged}
 

@@ -53,7 +53,7 @@ def skip_finalization() -> bool:
 def collected_errors() -> Iterator[Callable[[], list[str]]]:
     """Let processes started inside the block write their errors to a new file.
 
-    Yields a function that returns the error of each process, in the order of failure. None after a kill.
+    Yields a function that returns the error of each process, in the order of failure. The list is empty after a kill.
     """
     with tempfile.NamedTemporaryFile(prefix="rollout-service-engine-", suffix=".jsonl") as file:
         # the only channel that reaches vLLM's processes before they have a configuration

@@ -9,17 +9,26 @@
     draining  it is ending                                         no
     failed    its engine is lost                                   no
 
-The last two override any other.
+``ReplicaLife`` has the transitions between the first five states. The last two override any of them.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.protocol.fleet import PauseMode, ReplicaState, UpdateTimings
 from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.weight_log import Control, DesiredState, Head
 
+NEXT: Final[dict[ReplicaState, frozenset[ReplicaState]]] = {
+    "starting": frozenset({"syncing"}),
+    "syncing": frozenset({"syncing", "ready", "stale", "asleep"}),
+    "ready": frozenset({"syncing", "stale", "asleep"}),
+    "stale": frozenset({"stale", "syncing", "ready", "asleep"}),
+    "asleep": frozenset({"asleep", "ready"}),
+}
+"""The allowed next states. ``syncing`` may follow itself for another version."""
 MAX_VERSIONS = 1000
 """Maximum number of labels; more than a completion can span."""
 
@@ -51,7 +60,7 @@ class ReplicaLife:
     def syncs(self, version: int) -> None:
         """Begin to stage a version. A replica that is waking up stays ``asleep`` until it serves the version."""
         if self.state != "asleep":
-            self.state = "syncing"
+            self._become("syncing")
         self.target = version
 
     def updated(self, head: Head, update: UpdateTimings) -> None:
@@ -61,20 +70,25 @@ class ReplicaLife:
 
     def ready(self) -> None:
         """Mark the served version as the newest, without errors."""
-        self.state = "ready"
+        self._become("ready")
         self.target = self.error = None
 
     def stays(self, error: str) -> None:
         """Record that a version could not be loaded. The engine continues with its current version, if it has one."""
         self.error, self.target = error, None
         if not self.closed:
-            self.state = "stale"
+            self._become("stale")
 
     def sleeps(self) -> None:
         """Mark the replica as asleep, without a version."""
-        self.state = "asleep"
+        self._become("asleep")
         self.served = self.target = self.error = None
         self.closed = True
+
+    def _become(self, state: ReplicaState) -> None:
+        if state not in NEXT[self.state]:
+            raise AssertionError(f"a replica that is {self.state} does not become {state}")
+        self.state = state
 
 
 class Pausing:

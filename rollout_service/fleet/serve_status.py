@@ -59,8 +59,8 @@ async def watch_controller(
     """Restart Serve's controller if it does not answer, in an endless loop.
 
     Ray restarts a controller whose process has died. One that got SIGTERM stays alive and answers no call (Ray 2.60.0):
-    no replica can start any more, and none is replaced. ``answers``: see
-    ``ray_internals.controller_answered``; a restart would not help one that is gone.
+    no replica can start any more, and none is replaced. ``answers``: ``ray_internals.controller_answered``, called with
+    ``if_gone=True``: a restart does not help a controller that has died or is starting.
     """
     while True:
         await sleep(PERIOD_S)

@@ -242,10 +242,7 @@ class Ingest:
         ``reached``: the service address that the trainer called, if known. Raises VersionConflict, InvalidManifest,
         InsufficientStorage, Forbidden or NotFound.
         """
-        self._kv_scales.check(begin.kv_scales)
-        if isinstance(begin.source, PathSource):
-            await self.pulls.settled()  # as in begin_folder
-        plan = await self._begin(begin)
+        plan = await self._shielded.run(self._begin(begin))
         direct = self.upload_address and self.upload_address.announced(plan.version, reached)
         if not direct:
             return plan
@@ -257,12 +254,15 @@ class Ingest:
         assert self.upload_address is not None, "asked before there is a listener"
         return self.upload_address.within(version, node_id)
 
-    @_exclusive
     async def _begin(self, begin: Announcement) -> UploadPlan:
-        self._fleet.require_followed()
-        if begin.version not in self._log.versions():
-            self._adapters.require_none()
-        return await self._uploads.begin(begin)
+        self._kv_scales.check(begin.kv_scales)
+        if isinstance(begin.source, PathSource):
+            await self.pulls.settled()  # as in _begin_folder
+        async with self._writing:
+            self._fleet.require_followed()
+            if begin.version not in self._log.versions():
+                self._adapters.require_none()
+            return await self._uploads.begin(begin)
 
     async def push_folder(
         self, path: Path, request: CommitUpload, number: int | None = None, label: str | None = None
@@ -279,15 +279,15 @@ class Ingest:
 
     async def begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool) -> UploadPlan:
         """Stage the contents of a folder; see ``Uploads.begin_folder``."""
-        await self.pulls.settled()  # it may be a delta of the version that is being kept
-        return await self._begin_folder(path, number, label, pulled=pulled)
+        return await self._shielded.run(self._begin_folder(path, number, label, pulled=pulled))
 
-    @_exclusive
     async def _begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool) -> UploadPlan:
-        self._fleet.require_followed()
-        kv_scales = await asyncio.to_thread(kv_scales_of, path) if pulled else None
-        self._kv_scales.check(kv_scales)
-        return await self._uploads.begin_folder(path, number, label, pulled=pulled, kv_scales=kv_scales)
+        await self.pulls.settled()  # it may be a delta of the version that is being kept
+        async with self._writing:
+            self._fleet.require_followed()
+            kv_scales = await asyncio.to_thread(kv_scales_of, path) if pulled else None
+            self._kv_scales.check(kv_scales)
+            return await self._uploads.begin_folder(path, number, label, pulled=pulled, kv_scales=kv_scales)
 
     @_exclusive
     async def verify(self, version: int) -> None:

@@ -26,7 +26,7 @@ _KEPT_FILE = "kept"
 
 
 class Resources:
-    """The memory, threads and plans that all uploads of one ingest share."""
+    """Created once by an ingest, and closed when it stops. A session takes what it needs from here."""
 
     def __init__(self, config: WeightsConfig, log: WeightLog, model: ServedModel, converter: Converter) -> None:
         self._config, self._log, self.part_bytes = config, log, config.part_bytes

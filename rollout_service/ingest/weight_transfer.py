@@ -361,6 +361,7 @@ class WeightTransfer:
         async with self._turn:
             group = self._group
             if group is not None and group.joined and not group.receiving:
+                self._group = None
                 await group.receiver.leave()
             await self._leave_group("the transfer was shut down")
 

@@ -3,7 +3,8 @@
 A table has a few families, from vLLM 0.32: ``packed_modules_mapping`` and the classes of linear layers in its
 ``models/``. For any other model vLLM is asked in a separate process, which imports it and builds a model class without
 its weights: about ten seconds of a CPU, without a GPU. The answer only depends on the model's config.json and vLLM's
-version. It is stored under their digest in the user's cache folder (``$XDG_CACHE_HOME``, or ``~/.cache``).
+version. It is stored under their digest in the user's cache folder (``$XDG_CACHE_HOME``, or ``~/.cache``). The module
+itself needs neither torch nor vllm.
 """
 
 import importlib.util

@@ -69,6 +69,27 @@ def test_groups_attend_as_each_sequence_alone_would(heads, kv_heads, size, dtype
     torch.testing.assert_close(output, plain(query, attend, batch), atol=2e-6, rtol=2e-6)
 
 
+def test_queries_reach_their_rows_and_no_others():
+    query = torch.randn(3, 5, 32)
+    rows = torch.full((6, 5, 32), 7.0)
+    shared, own = torch.tensor([1, -1, 0], dtype=torch.int32), torch.tensor([2, 3, -1], dtype=torch.int32)
+    spread(query, rows, shared, own)
+    torch.testing.assert_close(
+        rows, torch.stack([query[2], query[0], query[0], query[1], *[torch.full((5, 32), 7.0)] * 2])
+    )
+
+
+def test_parts_weigh_as_the_sums_of_their_exponentials():
+    partial = torch.randn(4, 9, 32)
+    lse = torch.randn(4, 9).transpose(0, 1) * 30  # FlashAttention's shape, with other strides
+    shared, own = torch.tensor([3, -1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    output = torch.empty(2, 9, 32, dtype=torch.bfloat16)
+    merge(partial, lse, shared, own, output)
+    weight = torch.stack([lse[:, 3], lse[:, 0]]).softmax(0)[..., None]
+    expected = torch.stack([weight[0] * partial[3] + weight[1] * partial[0], partial[1]])
+    torch.testing.assert_close(output, expected.bfloat16(), atol=0.01, rtol=0.01)
+
+
 @pytest.mark.parametrize("nothing", [float("-inf"), float("inf"), float("nan")])
 def test_a_part_without_tokens_weighs_nothing(nothing):
     """Whatever stands in its row. FlashAttention 2 gives +inf as its LSE, 3 gives −inf."""
@@ -91,7 +112,11 @@ def test_heads_that_do_not_lie_side_by_side_are_refused():
         spread(torch.zeros(3, 32, 4).transpose(1, 2), rows, numbers, numbers)
 
 
-def test_a_chunk_fills_a_tile_of_packed_rows_and_larger_batches_have_fewer_splits():
-    assert [chunk_sequences(*heads) for heads in ((32, 8), (32, 4), (28, 4), (8, 8))] == [16, 8, 9, 64]
+@pytest.mark.parametrize(("heads", "kv_heads", "sequences"), [(32, 8, 16), (32, 4, 8), (28, 4, 9), (8, 8, 64)])
+def test_a_chunk_fills_a_tile_of_packed_rows(heads, kv_heads, sequences):
+    assert chunk_sequences(heads, kv_heads) == sequences
+
+
+def test_larger_batches_are_split_into_fewer_parts():
     assert [splits(rows, 32) for rows in (2, 128, 256, 512, 1024)] == [32, 32, 16, 8, 8]
     assert splits(512, 4) == 4

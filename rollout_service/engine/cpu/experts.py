@@ -24,7 +24,7 @@ from rollout_service.compat.vllm_internals import (
     set_weight_attrs,
 )
 from rollout_service.engine.cpu.linear import THROUGH_CODES, ThroughCodes, through_fp8_groups
-from rollout_service.quant.blockwise import dequantize_blockwise
+from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
 from rollout_service.quant.formats import WeightFormat
 
 # without BF16 instructions, vLLM's own CPU kernels truncate BF16 results instead of rounding them
@@ -45,11 +45,15 @@ class CpuExperts(FusedMoEMethodBase):
     """fp32 [E, H, I]."""
     through_codes: ThroughCodes
 
-    def __init__(self, layer: RoutedExperts, codes: str) -> None:
-        """Create the method; ``codes`` is FP8 or INT8. Raises ValueError for unsupported experts."""
+    def __init__(self, layer: RoutedExperts, codes: str, refused: dict[str, bool] | None = None) -> None:
+        """Create the method. Raises ValueError for unsupported experts.
+
+        ``codes``: FP8 or INT8. ``refused``: names of further properties, each with True if the experts have it.
+        """
         # not super(): Fp8MoEMethod's would look for a backend, and find none on a CPU without AMX
         FusedMoEMethodBase.__init__(self, layer.moe_config)
         unsupported = {
+            **(refused or {}),
             f"activation {layer.activation.value}": layer.activation not in _ACTIVATIONS,
             "biases": layer.moe_config.has_bias,
             "a clamped SwiGLU": layer.swiglu_limit is not None,
@@ -97,7 +101,8 @@ class CpuBlockMoEMethod(CpuExperts, Fp8MoEMethod):
     """Weights in blocks of 128×128, inputs in groups of 1×128. vLLM's class creates and loads the parameters."""
 
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts) -> None:
-        CpuExperts.__init__(self, layer, "FP8")
+        block = quant_config.weight_block_size
+        CpuExperts.__init__(self, layer, "FP8", {f"weight blocks {block}": block != [BLOCK, BLOCK]})
         self.quant_config = quant_config
         self.weight_block_size = self.moe_block_shape = quant_config.weight_block_size
         self.block_quant, self.weight_scale_name = True, "weight_scale_inv"

@@ -86,7 +86,7 @@ class CpuLinearMethod(LinearMethodBase):
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return [..., N] in the dtype of ``x`` [..., K]."""
         made = self.through_codes(x.reshape(-1, x.shape[-1])) @ self.weight.T
-        return (made if bias is None else made + bias).to(x.dtype).view(*x.shape[:-1], -1)
+        return (made if bias is None else made + bias).to(x.dtype).view(*x.shape[:-1], self.weight.shape[0])
 
 
 # vLLM chooses a layer's weight loader by the class name of its method
@@ -98,7 +98,10 @@ class CpuBlockLinearMethod(CpuLinearMethod, Fp8LinearMethod):
     """
 
     def __init__(self, quant_config: Fp8Config) -> None:
+        """Create the method. Raises ValueError for blocks of another size."""
         Fp8LinearMethod.__init__(self, quant_config)
+        if self.weight_block_size != [BLOCK, BLOCK]:
+            raise ValueError(f"weight blocks must be {BLOCK}×{BLOCK}, not {self.weight_block_size}")
         self.through_codes = through_fp8_groups()
 
     def create_weights(

@@ -81,8 +81,6 @@ class Signal(Enum):
 
 ToProcess: TypeAlias = Join | Receive | Free | Signal
 FromProcess: TypeAlias = Filled | TrainerThere | Failed | Signal
-
-
 Pipe: TypeAlias = Any
 """``multiprocessing.connection.Connection``, which has type parameters only in typeshed."""
 

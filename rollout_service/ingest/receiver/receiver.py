@@ -1,7 +1,6 @@
 """The ingest's side of a receiver process."""
 
 import asyncio
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -117,8 +116,8 @@ class Receiver:
 
     async def leave(self) -> None:
         """Leave the group and end the process, by killing it if necessary."""
-        self._send(Signal.LEAVE)
-        await asyncio.to_thread(self._process.join, END_TIMEOUT_S)
+        if self._send(Signal.LEAVE):
+            await asyncio.to_thread(self._process.join, END_TIMEOUT_S)
         await self.kill("it was told to leave the group")
 
     async def kill(self, why: str) -> None:
@@ -153,9 +152,13 @@ class Receiver:
         if batches:
             self._send(Free(batches))
 
-    def _send(self, message: ToProcess) -> None:
-        with contextlib.suppress(OSError):  # the process has ended: whoever waits for its answer gets the error
+    def _send(self, message: ToProcess) -> bool:
+        """Return False if the process has ended. Whoever waits for its answer gets the error."""
+        try:
             self._pipe.send(message)
+        except OSError:
+            return False
+        return True
 
     async def _next(self, timeout_s: float, what: str) -> FromProcess:
         while self._why_ended is None:
@@ -169,7 +172,7 @@ class Receiver:
         else:
             raise self._failed(self._why_ended)
         if message is None:
-            self._process.join(END_TIMEOUT_S)  # its pipe is closed, so it is ending
+            await asyncio.to_thread(self._process.join, END_TIMEOUT_S)  # its pipe is closed, so it is ending
             await self._fail(f"the receiver process {self.pid} ended with exit code {self._process.exitcode}")
         if isinstance(message, Failed):
             await self._fail(message.reason)

@@ -55,6 +55,7 @@ class _HostMemory:
         self._unregister: Callable[[], None] | None = None if registered is None else registered(memory.view)
 
     def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors at these offsets, as views of the memory. Finish using each one before requesting the next."""
         for tensor, offset in places:
             data = self._memory.view[offset : offset + tensor.nbytes]
             yield tensor.name, as_tensor(data, tensor.dtype, tensor.shape)

@@ -128,6 +128,7 @@ class TestGpus:
         [
             (TorchCuda(built_for=None, devices=0), "built for the CPU → STACK=gpu"),
             (TorchCuda(built_for="13.0", devices=0, error="driver is too old"), "driver 570.86.15, .* is too old"),
+            (TorchCuda(built_for="13.0", devices=0), "sees 0 GPUs of the 2 .* CUDA_VISIBLE_DEVICES"),
             (TorchCuda(built_for="13.0", devices=1), "sees 1 GPUs of the 2 .* CUDA_VISIBLE_DEVICES"),
         ],
     )

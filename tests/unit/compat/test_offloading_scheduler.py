@@ -284,7 +284,8 @@ def test_full_reset_drops_loads_and_host_memory(engine):
     engine.finish("loads")
 
 
-@pytest.mark.parametrize(("max_age", "seed"), [(0, 0), (1, 1), (None, 2)])
+@pytest.mark.parametrize("max_age", [0, 1, None])
+@pytest.mark.parametrize("seed", range(3))
 def test_sessions_read_no_keys_of_older_versions(tiny_model, is_async, max_age, seed):
     """Sessions that overflow the GPU's blocks, with updates at random steps. ``_compute`` checks what they read."""
     engine = Engine(vllm_config(tiny_model, is_async), seed, max_age=max_age)

@@ -81,7 +81,7 @@ def test_class_follows_vllms_choice(vllm_config):
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(5))
 def test_every_step_is_vllms_own(vllm_config, is_async, seed):
     """With so few blocks that requests are preempted; some share their prompts, some are aborted."""
     ours = Steps(vllm_config, is_async, blocks=17)

@@ -129,6 +129,7 @@ def test_an_fp8_cache_of_latent_attention_is_refused_on_the_cpu(tmp_path):
 
 def test_an_fp8_cache_needs_one_of_two_features_of_a_cpu(llama, monkeypatch):
     neither = {"cpu_name": "a processor", "avx2": True, "avx512_f": False, "amx_tile": False}
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: True)
 
     def cache_dtype(dtype: str, **capabilities: object) -> str:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
@@ -196,7 +197,12 @@ def test_what_only_a_gpu_has_reaches_vllm_there(tmp_path):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("family", "weights", "taken"),
-    [("llama", "fp8_block", True), ("qwen3_moe", "none", True), ("qwen3_moe", "fp8_block", False)],
+    [
+        ("llama", "fp8_block", True),
+        ("qwen3_moe", "none", True),
+        ("qwen3_moe", "fp8_block", False),
+        ("qwen3_moe", "fp8_channel", False),
+    ],
 )
 def test_engines_are_deterministic_where_vllm_can_keep_that(tmp_path, family, weights, taken):
     make_model(tmp_path, family)

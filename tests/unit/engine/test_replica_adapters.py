@@ -40,8 +40,8 @@ class Replica:
         self.adapters = ReplicaAdapters(self.engine, self.store, max_live, lambda: self.served)
         self.committed: list[AdapterVersion] = []
 
-    def commit(self, name: str, version: int, base: str = BASE) -> AdapterVersion:
-        adapter = committed(self.store, name, version, base)
+    def commit(self, name: str, version: int) -> AdapterVersion:
+        adapter = committed(self.store, name, version)
         self.committed.append(adapter)
         return adapter
 
@@ -55,7 +55,7 @@ class Replica:
             return str(loaded.adapter)
 
 
-def committed(store: AdapterStore, name: str, version: int, base: str = BASE) -> AdapterVersion:
+def committed(store: AdapterStore, name: str, version: int) -> AdapterVersion:
     """Write an adapter's files, whose content is its name and version."""
     staged = store.staging(f"{name}-{version}")
     staged.mkdir(parents=True)
@@ -66,7 +66,7 @@ def committed(store: AdapterStore, name: str, version: int, base: str = BASE) ->
         version=version,
         digest=digest_of(staged),
         base_version=1,
-        base_digest=base,
+        base_digest=BASE,
         rank=4,
         nbytes=1,
     )

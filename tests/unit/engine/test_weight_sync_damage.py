@@ -185,3 +185,5 @@ async def test_without_the_ingest_a_replica_follows_the_log_unless_that_is_a_bug
     weight_sync.check_health()
     ingest.unreachable = None
     await serving(weight_sync, ingest, 1)
+    await ingest.change(paused=True)
+    await ingest.reported(lambda s: s.paused)

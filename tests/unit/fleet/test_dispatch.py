@@ -307,6 +307,10 @@ class TestRefusal:
         assert (await dispatcher(engine).complete(call())).attempts == 1
         assert [c.avoid for c in engine.calls] == [(), ("a",), ("a", "b"), ()]
 
+    async def test_a_rollout_that_was_accepted_once_waits_for_a_place(self):
+        engine = Script([DIED, *[refusal(Overloaded, "b")] * 2, made(9, replica_id="b")])
+        assert (await dispatcher(engine).complete(call())).attempts == 2
+
     async def test_a_deployment_that_cannot_start_is_no_reason_to_wait(self):
         with pytest.raises(NotReady, match="no replica of the engine can be started"):
             await dispatcher(Script([DeploymentUnavailableError("engine")])).complete(call())
@@ -598,7 +602,9 @@ def one_cut_short(*lengths: int) -> Step:
 
 
 class TestFailedRest:
-    @pytest.mark.parametrize("error", [Overloaded, TooEarly, InvalidRequest, EngineFailed], ids=lambda e: e.__name__)
+    @pytest.mark.parametrize(
+        "error", [Overloaded, TooEarly, NotReady, InvalidRequest, EngineFailed], ids=lambda e: e.__name__
+    )
     async def test_one_rest_that_fails_loses_no_other_completion(self, error):
         engine = Script([one_cut_short(9, 9, 9, 4), *[refusal(error, "b")] * 4])
         rollout = await dispatcher(engine).complete(call(n=4))

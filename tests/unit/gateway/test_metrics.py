@@ -66,6 +66,14 @@ async def test_it_is_prometheus_text_of_the_ingests_state_and_of_the_mismatch(se
     assert found["rollout_mismatch_k1"] == 0.5 and found["rollout_mismatch_truncated_tokens_total"] == 3
 
 
+async def test_truncated_tokens_are_shown_apart(services):
+    truncated = full([-1.0] * 3, [-0.5] * 3, [span(41, 0, 3)])
+    await services.monitor.report(body(truncated, truncated_sampling=True))
+    found = metrics_of(await get(services, Service()))
+    assert found["rollout_mismatch_truncated_tokens_total"] == 3
+    assert "rollout_mismatch_k1" not in found and "rollout_version_suspect" not in found
+
+
 async def test_a_monitor_that_is_away_leaves_the_rest_of_the_scrape(services):
     found = metrics_of(await get(replace(services, monitor=Service()), Service()))
     assert found["rollout_latest_version"] == 41 and "rollout_mismatch_k1" not in found

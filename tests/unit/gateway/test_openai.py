@@ -215,7 +215,12 @@ class TestWhatTheModelSaid:
 
     @pytest.mark.parametrize(
         "said",
-        [KIMI % '{"a": ', KIMI % ("[" * 1500), CALL % ("[" * 1500), CALL % '{"a": ', CALL % "null", CALL % "{a}"],
+        [
+            KIMI % '{"a": ',
+            KIMI % ("[" * 1500),
+            CALL % ("[" * 1500),
+            *(CALL % arguments for arguments in ('{"a": ', "null", "{a}", '["x"]', "3", '"a"')),
+        ],
     )
     @pytest.mark.parametrize("path", APIS)
     async def test_a_conversation_goes_on_after_a_bad_call(self, chatting, model, scripted, said, path):

@@ -128,8 +128,8 @@ def test_the_number_that_a_folder_s_name_tells(folder, number):
 )
 async def test_a_version_is_labelled_by_its_folder(services, folder, label, told):
     ingest = FolderIngest()
-    await update_from_folder(replace(services, ingest=ingest), folder, label=label)
-    assert ingest.labels == [told]
+    await update_from_folder(replace(services, ingest=ingest), folder, label=label, timeout_s=5.0)
+    assert ingest.labels == [told] and ingest.told[0][1].timeout_s == 5.0
 
 
 async def test_the_wait_for_a_conversion_ends(services):

@@ -187,7 +187,7 @@ class TestApplied:
         staged = ingest.staged(2)
         await trainer.send_parts(plan, parts, [3])
         names = [staged.begin.tensors[number].name for number in staged.begin.delta_parts[3]]
-        while len(staged._conversion._read) < len(names):
+        while len(staged._conversion._read) < len(names) and staged.failure is None:
             await asyncio.sleep(0.01)
         assert set(staged._conversion._read) == set(names) and staged.failure is None
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.protocol.ring import Ring
+from rollout_service.protocol.ring import Ring, aligned
 
 RING_BYTES = 1024
 
@@ -35,3 +35,7 @@ def test_what_was_given_back_is_used_again():
 def test_what_never_fits_is_an_error():
     with pytest.raises(ValueError, match="1025 bytes do not fit into 1024"):
         Ring(RING_BYTES).take(RING_BYTES + 1)
+
+
+def test_offsets_suit_every_dtype():
+    assert [aligned(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]

@@ -90,7 +90,7 @@ class TestEmptyTables:
             assert (status.version, status.digest) == (version, expected.digest(sent, fingerprint))
 
     async def test_tensors_may_be_broadcast_one_by_one_and_so_again(self, ingest, joined, weights, fingerprint):
-        # where trainers for vLLM below 0.28 say it
+        # "packed" in update_info: where trainers for vLLM below 0.28 say it
         for announced in ({**update_info(weights), "packed": False}, AS_BEFORE):
             await ingest.transfer.start()
             receiving = asyncio.create_task(ingest.transfer.update(announced))

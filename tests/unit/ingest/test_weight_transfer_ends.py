@@ -93,6 +93,7 @@ class TestNoGroup:
         trainer = GlooTrainer(speaks_gloo=False)
         with pytest.raises(WeightTransferFailed, match=r"set weights\.ingest_num_gpus.*nothing was joined"):
             await ingest.transfer.init(TransferInit.model_validate(trainer.init_info))
+        assert ingest.transfer.status().state == "no group"
         await ingest.transfer.shutdown()
         assert ingest.transfer.status().state == "no group"
 

@@ -35,6 +35,11 @@ def test_metrics_follow_the_conventions():
         assert metric.source == "process" or metric.kind != "histogram", metric.name
 
 
+def test_a_process_counts_but_for_three_gauges():
+    gauges = {metric.name for metric in OURS if metric.source == "process" and metric.kind == "gauge"}
+    assert gauges == {"ray_rollout_queue_sequences", "ray_rollout_sequences", "ray_rollout_kv_usage_ratio"}
+
+
 def test_labels_are_bounded():
     for metric in OURS:
         assert set(metric.labels) <= BOUNDED.keys(), metric.name

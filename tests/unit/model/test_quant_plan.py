@@ -60,7 +60,6 @@ class TestSkipped:
             (LINEARS, ("*.mlp.down_proj", "*.o_proj"), "mlp.down_proj self_attn.o_proj", None),
             (LINEARS, ("*.[qkv]_proj",), "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.qkv_proj"),
             (LINEARS, ("*.qkv_proj",), "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.qkv_proj"),
-            ({f"model.layers.{i}.o_proj": (128, 128) for i in (0, 10)}, ("*.layers.0.*",), "o_proj", None),
             ({"model.layers.0.o_proj": (130, 128)}, ("*.o_proj",), "o_proj", None),  # which does not divide
         ],
     )
@@ -72,6 +71,17 @@ class TestSkipped:
         told = set(decided.not_converted)
         assert told >= names and told - names == ({f"{LAYER}{not_converted}"} if not_converted else set())
         assert all(why.removeprefix("quant.skip ") in patterns for why in decided.kept.values())
+
+    def test_a_module_is_kept_by_the_first_pattern_that_matches_it(self):
+        decided = plan(LINEARS, QuantConfig(skip=("*.mlp.down_proj", "*.o_proj", "*.down_proj")))
+        assert decided.kept == {
+            f"{LAYER}mlp.down_proj": "quant.skip *.mlp.down_proj",
+            f"{LAYER}self_attn.o_proj": "quant.skip *.o_proj",
+        }
+
+    def test_a_pattern_for_layer_1_does_not_match_layers_10_and_11(self):
+        linears = {f"model.layers.{layer}.mlp.down_proj": (128, 128) for layer in (1, 10, 11)}
+        assert plan(linears, QuantConfig(skip=("*.layers.1.*",))).not_converted == ("model.layers.1.mlp.down_proj",)
 
     @pytest.mark.parametrize("pattern", ["model.layers.1.*", "*.layers.1.mlp.experts", "*.layers.1.mlp.experts.*"])
     def test_the_experts_of_a_layer_are_skipped_as_a_whole(self, pattern):
@@ -85,6 +95,8 @@ class TestSkipped:
             (LINEARS, "*.Down_Proj", r"\*\.Down_Proj matches no linear module; their names are like model\.layers"),
             (LINEARS, "*.q_proj", r"fuses into one layer; 2 modules .*\.k_proj, .*\.v_proj$"),
             (LINEARS, "*.up_proj", r"fuses into one layer; 1 modules .*\.gate_proj$"),
+            (LINEARS, "*.layer.9.*", r"\*\.layer\.9\.\* matches no linear module; their names are like model\.layers"),
+            (moe(), "*.down_proj", r"fuses into one layer.*layers\.\{0-1\}\.mlp\.experts\."),
             (moe(), "*.experts.1.*", r"fuses into one layer.*layers\.\{0-1\}\.mlp\.experts\."),
             (moe(), "model.layers.1.mlp.experts.[01].*", r"fuses into one layer.*layers\.1\.mlp\.experts\."),
         ],

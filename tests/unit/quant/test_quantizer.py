@@ -85,13 +85,14 @@ def test_asking_for_a_gpu_where_there_is_none_is_an_error():
         Quantizer(device="cuda")
 
 
-def test_without_numba_torch_writes_the_same_bytes_and_logs_it(monkeypatch, caplog):
-    compiled = Quantizer(device="cpu").quantize(WEIGHTS)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_without_numba_torch_writes_the_same_bytes_and_logs_it(monkeypatch, caplog, power_of_two):
+    compiled = Quantizer(device="cpu", power_of_two=power_of_two).quantize(WEIGHTS)
     monkeypatch.delitem(sys.modules, "rollout_service.quant.cpu", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
     quantizer._cpu_quantizer.cache_clear()
     try:
-        by_torch = Quantizer(device="cpu").quantize(WEIGHTS)
+        by_torch = Quantizer(device="cpu", power_of_two=power_of_two).quantize(WEIGHTS)
     finally:
         quantizer._cpu_quantizer.cache_clear()
     for (codes, scales), expected in zip(by_torch, compiled, strict=True):

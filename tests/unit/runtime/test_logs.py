@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rollout_service.errors import EngineFailed, Overloaded, TooEarly
+from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.runtime import logs
 from rollout_service.runtime.logs import TELL_VLLM, log_with_serve
 
@@ -92,11 +93,16 @@ serve, file = logging.getLogger("ray.serve"), logging.FileHandler(sys.argv[1])
 serve.addHandler(logging.handlers.MemoryHandler(capacity=1, target=file))  # as Serve does
 serve.setLevel(logging.INFO)
 
-import vllm.logger
+from rollout_service.config import ServiceConfig
+from rollout_service.engine.args import engine_args
+from rollout_service.engine.replica import EngineReplica
 from rollout_service.runtime.logs import log_with_serve
+from rollout_service.ingest.deployment import IngestReplica
 from rollout_service.ingest.upload_server import UploadServer
 
 log_with_serve()
+config = ServiceConfig.model_validate({"model": {"path": sys.argv[2]}, "engine": {"max_model_len": 64}})
+engine_args(config, (), has_tokenizer=False).create_engine_config()
 UploadServer(None, "127.0.0.1")
 logging.getLogger("rollout_service.engine").info("ours")
 logging.getLogger("vllm.engine").info("vLLM's")
@@ -105,6 +111,8 @@ serve.info("Serve's")
 
 
 def test_neither_vllm_nor_uvicorn_closes_serves_log_file(tmp_path):
+    make_tiny_qwen3(tmp_path / "model")
+    arguments = [str(tmp_path / "log"), str(tmp_path / "model")]
     told = [f"{name}={value}" for name, value in TELL_VLLM.items()]
-    subprocess.run(["env", *told, sys.executable, "-c", IN_A_REPLICA, str(tmp_path / "log")], check=True)
+    subprocess.run(["env", *told, sys.executable, "-c", IN_A_REPLICA, *arguments], check=True)
     assert {"ours", "vLLM's", "Serve's"} <= set((tmp_path / "log").read_text().splitlines())

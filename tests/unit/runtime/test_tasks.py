@@ -49,6 +49,9 @@ class TestShieldedTasks:
 
 
 class TestChanges:
+    async def test_what_is_so_already_is_not_waited_for(self):
+        assert await asyncio.wait_for(ChangeNotifier().wait(lambda: True, timeout_s=0), LONG_S)
+
     async def test_all_who_wait_are_told_once_it_is_so_and_not_before(self):
         changes, state = ChangeNotifier(), {"version": 0}
         waiting = [asyncio.create_task(changes.wait(lambda: state["version"] >= 2, LONGER_S)) for _ in range(3)]
@@ -61,6 +64,9 @@ class TestChanges:
         await changes.notify()
         assert await asyncio.wait_for(asyncio.gather(*waiting), LONG_S) == [True, True, True]
 
+    async def test_waiting_in_vain_ends_with_false(self):
+        assert not await ChangeNotifier().wait(lambda: False, timeout_s=0.01)
+
     async def test_an_unannounced_change_is_seen_at_the_timeout(self):
         asked: list[None] = []
 
@@ -69,7 +75,24 @@ class TestChanges:
             return len(asked) == 2
 
         assert await ChangeNotifier().wait(reached, timeout_s=0.01) and len(asked) == 2
-        assert not await ChangeNotifier().wait(lambda: False, timeout_s=0.01)
+
+    async def test_an_error_in_a_condition_reaches_only_its_own_waiter(self):
+        def broken() -> bool:
+            raise ValueError("damaged")
+
+        changes = ChangeNotifier()
+        with pytest.raises(ValueError, match="damaged"):
+            await changes.wait(broken, LONG_S)
+        assert await asyncio.wait_for(changes.wait(lambda: True, LONG_S), LONG_S)
+
+    async def test_one_who_stops_waiting_does_not_disturb_the_others(self):
+        changes, state = ChangeNotifier(), {"reached": False}
+        leaves, stays = (asyncio.create_task(changes.wait(lambda: state["reached"], LONGER_S)) for _ in range(2))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        state["reached"] = True
+        await changes.notify()
+        assert await asyncio.wait_for(stays, LONG_S)
 
     async def test_waiters_are_told_to_retry_when_changes_end(self):
         changes = ChangeNotifier()

@@ -35,10 +35,10 @@ def layer_of(**changes: object) -> torch.nn.Module:
     return layer
 
 
-def method_of(layer: torch.nn.Module, name: str = "fp8_block") -> CpuExperts:
+def method_of(layer: torch.nn.Module, name: str = "fp8_block", block: tuple[int, int] = (128, 128)) -> CpuExperts:
     with set_current_vllm_config(VllmConfig(compilation_config={"mode": 0})):
         if name == "fp8_block":
-            return CpuBlockMoEMethod(Fp8Config(weight_block_size=[128, 128]), layer)
+            return CpuBlockMoEMethod(Fp8Config(weight_block_size=[*block]), layer)
         method = CpuChannelMoEMethod(WEIGHT_FORMATS[name], layer)
     method.create_weights(layer, EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16)
     return method
@@ -146,3 +146,8 @@ def test_the_parts_of_ranks_with_whole_experts_add_up(tokens):
 def test_unsupported_experts_are_refused_by_name(changes, complaint):
     with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.experts: .*{complaint}"):
         method_of(layer_of(**changes))
+
+
+def test_blocks_of_another_size_are_refused():
+    with pytest.raises(ValueError, match=r"weight blocks \[64, 128\]"):
+        method_of(layer_of(), block=(64, 128))

@@ -83,3 +83,8 @@ def test_inputs_are_quantized_biases_are_added_and_a_reload_replaces_weights(nam
         assert (output - w8a16).abs().mean() > 2 * (output - expected).abs().mean()
         assert torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(getattr(layer, scale), scales)
+
+
+def test_blocks_of_another_size_are_refused():
+    with pytest.raises(ValueError, match="weight blocks must be 128×128"):
+        CpuBlockLinearMethod(Fp8Config(weight_block_size=[64, 128]))
