@@ -80,9 +80,9 @@ class DeltaPushes:
 
     async def push(self, push: Push) -> WeightStatus:
         """Send the changes, or the whole version. Raises the errors of ``RolloutClient.push_weights``."""
-        source = push.source
+        source, laps = push.source, Laps()
         async with self._turn, every_rank_gathers(source, push.thread):
-            self._laps = Laps()
+            self._laps = laps  # its first phase has the wait for the turn
             if self._preparing is None:
                 self._preparing = _in_thread("delta-prepare", partial(prepare, source.gpu))
                 self._preparing.add_done_callback(_warn_if_failed)
@@ -173,7 +173,7 @@ class DeltaPushes:
         sending = asyncio.create_task(sender.send(parts, push.parallel_parts))
         try:
             changes = await push.thread.call(sent.changes_to, stored, checks, parts.add)
-        except BaseException as error:
+        except (Exception, asyncio.CancelledError) as error:
             if sent.version is not None and not isinstance(error, asyncio.CancelledError):
                 self._sent = sent
             await _cancel_sending(sending)

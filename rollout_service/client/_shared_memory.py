@@ -71,7 +71,9 @@ class HostMemory:
 
         from rollout_service.gpu.pinning import pin_if_possible
 
-        self.nbytes, self.may_be_mapped = nbytes, False  # until it is announced
+        self.nbytes = nbytes
+        self.may_be_mapped = False
+        """True if an ingest may have mapped the memory; False until it is announced."""
         self._memory = SharedMemory.create(nbytes)
         self._unpin: Callable[[], object] = lambda: None
         if torch.cuda.is_initialized():

@@ -97,11 +97,15 @@ class RolloutStream:
         self._response: httpx.Response | None = None
         self._lines: AsyncIterator[str] | None = None
         self._pieces: list[list[StreamedChoice]] = [[] for _ in range(request.sampling_params.n)]
-        self.prompt_token_ids = request.token_ids
-        """The prompt's token ids. None: the service has not tokenized the text yet."""
+        self._prompt_token_ids = request.token_ids
         self._ready: list[StreamPiece] = []
         self._rollout: Rollout | None = None
         self._request_id, self._is_over = request.request_id or "", False
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...] | None:
+        """The prompt's token ids. None: the service has not tokenized the text yet."""
+        return self._prompt_token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +131,7 @@ class RolloutStream:
         return PartialRollout(
             request_id=self._request_id,
             prompt=self._request.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
             completions=self.completions if self.num_tokens else (),
             attempts=self.attempts,
             truncated_sampling=self._request.sampling_params.is_truncated,
@@ -181,7 +185,7 @@ class RolloutStream:
                 f"an event that this client cannot read: {error}; install the client of the service's release"
             ) from error
         self._request_id = chunk.request_id
-        self.prompt_token_ids = chunk.prompt_token_ids or self.prompt_token_ids
+        self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
         for choice in chunk.choices:
             self._pieces[choice.index].append(choice)
             self._ready.append(
@@ -203,7 +207,7 @@ class RolloutStream:
                 raise ValueError(f"completion {unended[0]} has no end")
             return Rollout(
                 request_id=last.request_id,
-                prompt_token_ids=self.prompt_token_ids or (),
+                prompt_token_ids=self._prompt_token_ids or (),
                 completions=tuple(_so_far(index, read, None) for index, read in enumerate(self._pieces)),
                 replica_id=last.replica_id or "",
                 attempts=last.attempts or 1,

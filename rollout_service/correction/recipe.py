@@ -112,7 +112,7 @@ def correct(
         warn_of_truncated_sampling("correct")
     recipe = correction or Correction()
     ratios = compare(trainer_logprobs, rollout_logprobs, mask, advantages, missing_logprobs)
-    kept, metrics = ratios.selected, mismatch_metrics(ratios)
+    kept, metrics = ratios.selected, dict[str, float]()
     judges = (*recipe.rejections, *(() if recipe.veto is None else (recipe.veto,)))
     for judge in judges:
         keeps, measured = judge.judge(ratios)
@@ -126,6 +126,7 @@ def correct(
     if recipe.weights is not None:
         weights, measured = recipe.weights.weigh(ratios)
         metrics |= measured
+    metrics |= mismatch_metrics(ratios)
     return Corrected(
         weights=(weights * kept).to(ratios.dtype),
         mask=kept,

@@ -145,6 +145,7 @@ def truncated_importance_weights(
     if not (math.isfinite(cap) and cap > 0):
         raise ValueError(f"cap={cap} must be a positive number: weights are truncated there (verl's default is 2.0)")
     ratios = compare(trainer_logprobs, rollout_logprobs, mask)
+    require_bounds("ImportanceWeights", None, cap)
     return (ratios.bounded.exp().clamp(max=cap) * ratios.selected).to(ratios.dtype)
 
 

@@ -48,7 +48,7 @@ class ReportedRollout(Frozen):
 
 
 class MismatchReport(Frozen):
-    """The body of one report."""
+    """Body of ``POST /v1/mismatch``, sent by trainers."""
 
     rollouts: tuple[ReportedRollout, ...] = Field(min_length=1, fail_fast=True)
     report_id: str | None = Field(default=None, min_length=1, max_length=256)

@@ -142,7 +142,7 @@ class WeightLog:
 
     def set_labels(self, labels: KnownLabels) -> None:
         """Store the labels."""
-        self._replace("LABELS", labels)
+        replace_synced(self.root / "LABELS", labels.model_dump_json())
 
     def set_fleet(self, replicas: frozenset[str]) -> None:
         """Record the live replicas durably: an ingest that restarts waits for them before it says what all serve."""

@@ -186,8 +186,12 @@ class SpareFiles:
                 path.unlink()
             for path in sorted(dropped.glob("*.safetensors")):
                 # a process that opens it later notices the rename: see ``open_version_file``
-                if path.stat().st_nlink == 1 and is_unlocked(path):
+                if path.stat().st_nlink > 1:
+                    continue
+                if is_unlocked(path):
                     path.rename(self._folder / uuid.uuid4().hex)
+                else:
+                    logger.info("%s is being read still, and is not used again", path)
 
     def take(self, nbytes: int, path: Path) -> bool:
         """Rename a spare file of that size to ``path``, with its old content; False without one. Raises OSError."""

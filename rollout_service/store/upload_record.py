@@ -1,7 +1,7 @@
 """Record of an upload, stored beside its parts while it is staged, and beside its manifest once it is committed.
 
 The file has a JSON document, followed by a line with its xxh3-128. A record that a crash or a bad disk has damaged is
-thus detected.
+thus detected. The module also has the summaries of committed versions, which the ingest keeps in memory.
 """
 
 import functools

@@ -4,9 +4,7 @@ Until a worker knows which bytes its copies read, the buffer holds whole tensors
 rows, or parts of rows, that a tensor-parallel rank copies. The buffer then has the size of the rank's shard.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator
-from operator import itemgetter
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -106,9 +104,12 @@ def whole_span(tensor: StoredTensor) -> Span:
 
 def _tensor_ranges(piece: Piece) -> Iterator[tuple[StoredTensor, int, int]]:
     """Yield each tensor of a piece with the byte range that the piece holds."""
-    for tensor, entries in itertools.groupby(piece.chunks, key=itemgetter(0)):
-        chunks = [chunk for _, chunk in entries]
-        yield tensor, chunks[0].start, chunks[-1].start + chunks[-1].nbytes
+    chunks, first = piece.chunks, 0
+    for end in range(1, len(chunks) + 1):
+        if end == len(chunks) or chunks[end][0] is not chunks[first][0]:
+            (tensor, begin), (_, last) = chunks[first], chunks[end - 1]
+            yield tensor, begin.start, last.start + last.nbytes
+            first = end
 
 
 def _part(span: Span, start: int, end: int) -> list[tuple[Span, int]]:

@@ -130,6 +130,8 @@ class Stager:
             )
             self._ahead = self._ahead_before = ahead
             self._reading_ahead = self._thread.submit(self._read_ahead, ahead, staged.folder.parent)
+        else:
+            self._ahead_before = None
 
     def forget(self) -> None:
         """Discard the staged version."""

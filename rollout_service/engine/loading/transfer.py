@@ -149,7 +149,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         # the CPU's kernels keep packed copies of weights, which no plan would renew
         self._may_plan = not current_platform.is_cpu()
         self._no_plan: dict[str, str] = {}
-        """Layouts that have no plan, with the reason."""
+        """The last layout that got no plan, with the reason."""
         self._recorded: tuple[CopyRecorder, list[Held]] | None = None
         """The copies of the current reload, and the tensors held before it."""
         self._layerwise: Staged | None = None
@@ -300,7 +300,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             logger.warning("versions are loaded by vLLM's layerwise reload: %s", reason)
             self.report["no_plan"] = str(reason)
             if isinstance(reason, (NoPlan, Unbound)):  # otherwise another version may still get a plan
-                self._no_plan[staged.layout] = str(reason)
+                self._no_plan = {staged.layout: str(reason)}
 
 
 def _refuse_state_space(model: torch.nn.Module) -> None:

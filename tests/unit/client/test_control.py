@@ -84,6 +84,7 @@ async def test_the_fleet_and_the_models_are_read(service, client):
     fleet = Fleet(latest_version=3, paused=False, replicas=(replica,))
     service.json_at("GET", "/v1/fleet", fleet.model_dump(mode="json"))
     service.json_at("GET", "/v1/models", {"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+    service.answers["GET", "/v1/fleet"].append(NotReady("starting"))  # a read is tried again
     assert await client.fleet() == fleet
     assert await client.models() == ["tiny"]
     service.answers["GET", "/v1/fleet"].append(JSONResponse({"workers": []}))

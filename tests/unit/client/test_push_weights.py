@@ -112,6 +112,8 @@ class TestFailure:
         await client.push_weights(5, tensors)
         assert service.parts_sent().count(3) == 3
         assert service.uploads[5].stream == stream_of(tensors)
+        commit = service.uploads[5].commit
+        assert commit is not None and (commit.mode, commit.wait, commit.timeout_s) == ("keep", "all", 600)
 
     async def test_a_refused_table_and_a_late_replica_are_errors_at_once(self, service, client, tensors):
         service.answers["POST", "/v1/weights"].append(InvalidManifest("unknown tensor embed", {"unknown": ["embed"]}))

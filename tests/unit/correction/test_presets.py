@@ -107,6 +107,13 @@ def test_an_unknown_preset_is_refused_with_the_names_there_are():
         preset("tis")
 
 
+def test_presets_cannot_be_changed():
+    with pytest.raises(TypeError):
+        PRESETS["token_tis"] = Correction()
+    with pytest.raises(AttributeError):
+        preset("token_tis").veto = Veto()
+
+
 def test_the_page_lists_every_preset():
     assert first_column("Recipes") == list(PRESETS)
 

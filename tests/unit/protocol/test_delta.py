@@ -102,6 +102,16 @@ class TestRoundTrip:
             encode(memoryview(bytes(3)), memoryview(bytes(4)), 1)
 
 
+@pytest.mark.parametrize("itemsize", ITEMSIZES)
+def test_the_largest_steps_wrap_around(itemsize):
+    old = np.zeros(64, f"<u{itemsize}")
+    for step in (256**itemsize - 1, 256**itemsize // 2, 256**itemsize // 2 - 1):
+        new = old.copy()
+        new[5] = step
+        round_trip(old, new)
+        round_trip(new, old)
+
+
 @pytest.mark.parametrize(("itemsize", "share"), [(1, 0.003), (2, 0.02), (1, 0.05)])
 def test_the_bytes_are_close_to_the_entropy(itemsize, share):
     old = random_bits(4 << 20, itemsize)

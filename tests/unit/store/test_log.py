@@ -93,6 +93,12 @@ class TestDamage:
         with pytest.raises(LogCorrupt, match=r"versions \[0, 7\] but no LATEST"):
             log.head()
 
+    def test_a_damaged_control_is_corrupt(self, log):
+        log.set_control(Control(paused=True))
+        (log.root / "CONTROL").write_text('{"paused": ')
+        with pytest.raises(LogCorrupt, match="CONTROL does not parse"):
+            log.control()
+
     @pytest.mark.parametrize("content", [b"", b'{"version": 3, "dig', b"\xff\xfe", b'{"version": 3}'])
     def test_a_latest_that_does_not_parse_is_corrupt(self, log, content):
         commit(log, 0)

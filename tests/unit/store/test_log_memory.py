@@ -215,6 +215,16 @@ def test_memory_is_registered_once_a_file_and_given_back_with_it(log, memory):
     assert registered.open == []
 
 
+def test_what_cannot_be_registered_is_an_error_of_the_system(log, memory):
+    manifest = commit(log, memory, 1)
+
+    def refuse(_: memoryview):
+        raise OSError("no more memory can be locked")
+
+    with pytest.raises(OSError, match="no more memory"):
+        VersionReader(log.folder(1), manifest, MappedFiles(refuse))
+
+
 def test_made_spare_files_become_the_next_version(log, memory):
     commit(log, memory, 1)
     sizes = [path.stat().st_size for path in log.folder(1).glob("*.safetensors")]

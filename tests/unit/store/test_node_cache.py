@@ -215,6 +215,13 @@ class TestFetch:
             await copies.fetch(head_of(log).model_copy(update={"digest": "00ff"}))
         assert copies.log.versions() == []
 
+    async def test_a_version_that_is_gone_at_the_ingest_is_said_to_be_gone(self, copies, log):
+        old = head_of(log)
+        commit(log, 1)
+        log.drop(0)
+        with pytest.raises(NotFound, match="version 0 is not in the log"):
+            await copies.fetch(old)
+
     async def test_a_full_disk_says_so_and_leaves_what_was_there(self, copies, log, monkeypatch):
         await copies.fetch(head_of(log))
         commit(log, 1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollout_service.protocol.tensors import TensorSlot
-from rollout_service.store.layout import Layout
+from rollout_service.store.layout import Layout, TensorPlaces
 from rollout_service.store.mapped_files import MappedFiles, SpareFiles
 from rollout_service.store.upload_progress import UploadToRead
 from rollout_service.store.writer import LogMemory, VersionWriter
@@ -18,6 +18,18 @@ def writer_of(uploads: Path, version: int, *, in_memory: bool = True) -> Version
     folder.mkdir(parents=True)
     spare.begin()
     return VersionWriter(folder, Layout(SLOTS, 24), LogMemory(MappedFiles(), spare) if in_memory else None)
+
+
+def test_an_upload_whose_tensors_are_all_stored_is_over_once_it_is_finished(tmp_path):
+    writer = writer_of(tmp_path / "staging", 7)
+    with UploadToRead.newest(tmp_path / "staging") or pytest.fail("no upload") as upload:
+        for name in "abc":
+            writer.slot(name)[:] = bytes(12)
+            writer.filled(name)
+        assert not upload.is_over
+        tensors = writer.finish()
+        assert upload.is_over and upload.stored().all()
+        assert upload.places == TensorPlaces(tensors).digest
 
 
 def test_of_several_uploads_the_newest_that_is_being_written_is_found(tmp_path):

@@ -34,7 +34,7 @@ def random_bytes(slot: TensorSlot) -> bytes:
     return random.Random(slot.name).randbytes(slot.nbytes)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(SLOTS, st.integers(1, 2000), st.randoms(use_true_random=False))
 def test_the_safetensors_library_reads_the_exact_bytes_back(tmp_path_factory, slots, max_file_bytes, order):
     folder = tmp_path_factory.mktemp("version")

@@ -47,6 +47,8 @@ def test_what_was_measured_is_valid():
     ("asked", "reason"),
     [
         ({"head_size": 96}, "head_size not supported"),
+        ({"head_size": 256}, "head_size not supported"),
+        ({"capability": (8, 0)}, "compute capability not supported"),
         ({"capability": (10, 0)}, "compute capability not supported"),
         ({"use_mla": True}, "MLA not supported"),
         ({"has_sink": True}, "attention sinks not supported"),

@@ -54,6 +54,8 @@ def test_groups_are_a_backend_of_a_plug_in():
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"capability": (10, 0)}, "needs FlashAttention 3, and the GPU's compute capability is 10.0"),
+    ({"model": {"head_dim": 256}}, "heads have 256 numbers"),
+    ({"model": {"num_key_value_heads": 32}}, "has 1 query heads for each KV head"),
     ({"model": {"head_dim": 96}}, "heads have 96 numbers, and it is right with 64 and 128"),
     ({"model": {"head_dim": None, "hidden_size": 3072}}, "heads have 96 numbers"),
     ({"model": {"head_dim": None, "hidden_size": None}}, "heads have None numbers"),

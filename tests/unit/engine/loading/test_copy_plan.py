@@ -74,6 +74,17 @@ def recorded() -> Recorded:
     return Recorded(model, recorder.copies, placement, area)
 
 
+def replayed(parameter: torch.Tensor, recorded: Recorded, copies: list[Copy]) -> torch.Tensor:
+    """Return what the copies put into a parameter, byte by byte."""
+    held = bytearray(parameter.numel() * parameter.element_size())
+    for c in copies:
+        for row in range(c.rows):
+            source = recorded.placement.places[c.span] + row * c.staged_stride()
+            target = c.target + row * c.target_stride_bytes
+            held[target : target + c.row_bytes] = recorded.area[source : source + c.row_bytes].numpy().tobytes()
+    return torch.frombuffer(held, dtype=parameter.dtype).view(parameter.shape)
+
+
 def spoil(parameter: torch.Tensor) -> None:
     parameter.data[0, 0] += 1
 
@@ -94,6 +105,7 @@ class TestRecorder:
     def test_recorded_copies_do_what_the_loader_did(self, recorded):
         for name, parameter in recorded.model.named_parameters():
             assert parameter.abs().sum() > 0
+            assert torch.equal(replayed(parameter, recorded, recorded.of(name)), parameter)
             _require_same(name, parameter, recorded.of(name), recorded.placement, recorded.area)
 
     def test_only_the_part_read_of_each_row_is_staged(self, recorded):

@@ -218,6 +218,8 @@ GB = 10**9
     ("size", "cache", "host", "ranks", "kind", "cost"),
     [
         (9.4, 62, 100, 1, "device", "device: 9.4 GB, 15% of the KV cache's 62.0 GB; "),
+        (31.2, 86, 100, 1, "device", "36% of the KV cache's 86.0 GB"),
+        (15.6, 56, 100, 2, "device", "28% of the KV cache's 56.0 GB"),
         (31.2, 41, 100, 1, "host", "76% of the KV cache's 41.0 GB; host: updates close the engine for 0.62 s)"),
         (31.2, 41, 30, 1, "none", "host: 31.2 GB of memory for each GPU of an engine, and 30.0 GB are free)"),
         (31.2, 56, 62, 2, "none", "62.0 GB are free)"),

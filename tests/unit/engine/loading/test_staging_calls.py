@@ -75,6 +75,13 @@ async def test_who_stops_waiting_may_ask_again(caplog):
         assert await second == StageAnswer()
 
 
+async def test_a_worker_that_has_ended_is_an_error():
+    with serving(lambda _folder, _digest: StageAnswer()) as address:
+        pass
+    with pytest.raises(OSError):
+        await stage_at(address, CALL)
+
+
 async def test_a_worker_that_ends_meanwhile_is_an_error(monkeypatch):
     # as if it was killed before it answers
     monkeypatch.setattr(staging_calls._Handler, "handle", lambda handler: handler.rfile.readline())
