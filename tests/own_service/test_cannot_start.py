@@ -69,7 +69,7 @@ async def test_vllms_start_error_reaches_health_and_the_terminal(tmp_path):
     async with started(without_room, output) as (url, process), asyncio.timeout(LONG_S):
         said = await reason(url, process, rf"no engine replica is live: .* first .* with: .*{NO_ROOM}")
         assert said["type"] == "NotReady" and said["detail"]["failed_starts"]["tries"] >= 1
-        async with httpx.AsyncClient(base_url=url) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=None) as http:
             fleet = (await http.get("/v1/fleet")).json()
         assert re.search(NO_ROOM, fleet["failed_starts"]["first"]["reason"])
         assert await process.wait() == 1

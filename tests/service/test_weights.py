@@ -31,7 +31,7 @@ async def test_direct_parts_need_a_key_and_gateway_parts_the_token(service, http
     assert plan.upload_url is not None and plan.upload_key is not None
     data = b"".join(bytes(tensor_bytes(tensor)) for tensor in weights.values())[: 2 * plan.part_bytes]
     first, second = data[: plan.part_bytes], data[plan.part_bytes :]
-    async with httpx.AsyncClient(base_url=plan.upload_url) as direct:
+    async with httpx.AsyncClient(base_url=plan.upload_url, timeout=None) as direct:
         path, nonce = f"/v1/weights/{next_version}", "0123456789abcdef"
         proof = (await direct.get(f"{path}/listener", params={"nonce": nonce})).json()["proof"]
         assert proof == listener_proof(plan.upload_key, nonce)

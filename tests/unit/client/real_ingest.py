@@ -46,7 +46,7 @@ async def real_ingest(
     ingest = Ingest(config)
     await ingest.start()
     authorizer, pinned = Authorizer(token), PinnedCertificates()
-    http = httpx.AsyncClient(verify=pinned.context)
+    http = httpx.AsyncClient(verify=pinned.context, timeout=None)
     files = certificate and (certificate.certfile, certificate.keyfile)
     uploads = UploadServer(ingest, "127.0.0.1", certificate=files)
     uploads.start()

@@ -75,7 +75,7 @@ async def test_the_real_ingest_takes_parts_with_tls_from_both(gateways, tmp_path
         begin = BeginUpload(version=2, tensors=tuple(describe(name, tensor) for name, tensor in tensors.items()))
         plan = await service.ingest.begin(begin)
         data = stream_of(tensors)[: plan.part_bytes]
-        async with httpx.AsyncClient(verify=str(gateways.certfile)) as http:
+        async with httpx.AsyncClient(verify=str(gateways.certfile), timeout=None) as http:
             digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(data)}
             reply = await http.put(f"{service.url}/v1/weights/2/parts/0", content=data, headers=digest)
         assert reply.status_code == 200, reply.text

@@ -226,7 +226,7 @@ async def test_a_client_of_the_host_writes_the_file_and_others_send_parts(model,
     contents = {name: save(adapter_tensors(model, seed)) for seed, name in enumerate(("here", "elsewhere"), start=1)}
     async with (
         real_ingest(model, tmp_path / "log", **ADAPTERS) as service,
-        httpx.AsyncClient(base_url=service.url) as http,
+        httpx.AsyncClient(base_url=service.url, timeout=None) as http,
     ):
         for name, content in contents.items():
             begin = {"config": CONFIG, "digest": xxhash.xxh3_128_hexdigest(content), "nbytes": len(content)}
@@ -258,7 +258,7 @@ async def test_vllms_routes_load_and_unload_folders(model, tmp_path):
     folder = save_adapter(tmp_path / "sources" / "step-1", adapter_tensors(model, 1))
     async with (
         real_ingest(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path / "sources"]}) as service,
-        httpx.AsyncClient(base_url=service.url) as http,
+        httpx.AsyncClient(base_url=service.url, timeout=None) as http,
     ):
         body = {"lora_name": "run-a", "lora_path": str(folder)}
         assert (await http.post("/v1/load_lora_adapter", json=body | {"timeout": 1})).status_code == 422

@@ -305,7 +305,7 @@ class TestBadMoments:
 
         monkeypatch.setattr(Incoming, "write", held)
         headers = headers_of(server, xxhash.xxh3_128_hexdigest(parts[0]))
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=None) as http:
             sending = asyncio.create_task(http.put(url_of(server), content=parts[0], headers=headers))
             await asyncio.to_thread(writing.wait, 30)
             stopping = asyncio.create_task(server.stop())
@@ -320,7 +320,7 @@ class TestBadMoments:
     ):
         monkeypatch.setattr(upload_server, "STOP_S", 0.0)
         body, begun = SlowBody(parts[0]), note_receiving(monkeypatch)
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=None) as http:
             headers = headers_of(server, "0") | {"Content-Length": str(body.nbytes)}
             sending = asyncio.create_task(http.put(url_of(server), content=body, headers=headers))
             await asyncio.to_thread(begun.wait)
@@ -332,7 +332,7 @@ class TestBadMoments:
 
     async def test_a_stopped_listener_fails_its_health_check(self, server, parts):
         headers = headers_of(server, xxhash.xxh3_128_hexdigest(parts[0]))
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=None) as http:
             assert (await http.put(url_of(server), content=parts[0], headers=headers)).status_code == 200
             await server.check_health()
             await server.stop()  # a connection is open still
@@ -348,7 +348,7 @@ class TestBadMoments:
         server.start()
         headers = headers_of(server, xxhash.xxh3_128_hexdigest(parts[0]))
         route = f"127.0.0.1:{server.port}/v1/weights/1/parts/0"
-        async with httpx.AsyncClient(verify=tls_context(made.certfile)) as http:
+        async with httpx.AsyncClient(verify=tls_context(made.certfile), timeout=None) as http:
             for _ in range(2):
                 assert (await http.put(f"https://{route}", content=parts[0], headers=headers)).status_code == 200
             with pytest.raises(httpx.TransportError):

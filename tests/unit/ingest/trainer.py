@@ -132,7 +132,10 @@ class Trainer:
         self._listener = Listener(ingest)
         self._address = ingest.upload_address = ingest.upload_address or UploadAddress("127.0.0.1", 7000)
         self.http = httpx.AsyncClient(
-            transport=self._listener, base_url="http://127.0.0.1", headers={UPLOAD_KEY_HEADER: self._address.key(1)}
+            transport=self._listener,
+            base_url="http://127.0.0.1",
+            headers={UPLOAD_KEY_HEADER: self._address.key(1)},
+            timeout=None,
         )
         """Has the key of version 1."""
         self._ingest = ingest
