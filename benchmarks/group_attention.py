@@ -21,14 +21,13 @@ from benchmarks.common.command import Options, run
 from benchmarks.common.gpu_service import Mode, graph_sizes, settings_of
 from benchmarks.common.paths import SHARED_MEMORY
 from benchmarks.common.shapes import Shape, write_config
-from benchmarks.common.work import Work, random_prompts
+from benchmarks.common.work import Case, Work, random_prompts, take_turns
 from benchmarks.rollout.throughput import bare
-from benchmarks.rollout.turns import Case, take_turns
 from rollout_service.config import ServiceConfig
 
 RESULT = "group_attention"
 BACKENDS = ("FLASH_ATTN", "group")
-SAME = ("model", "mode", "layers", "groups", "n", "system_tokens", "prompt_tokens", "output_tokens")
+SAME = ("model", "mode", "groups", "n", "system_tokens", "prompt_tokens", "output_tokens")
 _CASE = re.compile(r"(?:(\d+):)?(\d+)x(\d+)x(\d+)\+(\d+)")
 
 
@@ -37,8 +36,6 @@ class GroupOptions(Options):
 
     model: Shape = Shape.QWEN3_8B
     """Whose shapes."""
-    layers: int | None = None
-    """Fewer layers than the published model."""
     folder: Path = SHARED_MEMORY
     """Where its config.json is put."""
     mode: Mode = Mode.FP8KV
@@ -63,7 +60,6 @@ def sizes_of(case: str) -> dict[str, int]:
 
 
 def work_of(sizes: dict[str, int]) -> Work:
-    """Return prompts of random tokens."""
     system, *prompts = random_prompts([sizes["system_tokens"], *[sizes["prompt_tokens"]] * sizes["groups"]])
     return Work([[*system, *prompt] for prompt in prompts], sizes["n"], sizes["output_tokens"])
 
@@ -103,7 +99,6 @@ def compare(options: GroupOptions, sizes: dict[str, int], group: Case, baseline:
     return {
         "model": options.model,
         "mode": options.mode,
-        "layers": options.layers,
         **sizes,
         "tokens_per_s": rate,
         "baseline_tokens_per_s": baseline_rate,
@@ -120,7 +115,7 @@ def main(options: GroupOptions) -> None:
     cases = [sizes_of(case) for case in options.case]
     engine = engine_of(cases, options.graph_step)
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
-        path = write_config(options.model, Path(temporary) / options.model, options.layers)
+        path = write_config(options.model, Path(temporary) / options.model)
         baseline, group = (asyncio.run(measure(each, path, options, engine, cases)) for each in BACKENDS)
     found = [compare(options, *each) | {"engine": engine} for each in zip(cases, group, baseline, strict=True)]
     results.add(RESULT, found, SAME)

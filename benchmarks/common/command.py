@@ -17,10 +17,7 @@ class Options(BaseModel):
 
 
 def run(main: Callable[..., object]) -> None:
-    """``typer.run``, where parameters of ``main`` may be ``Options``: each field of theirs is an option.
-
-    A field's docstring is the option's help. What pydantic refuses is a usage error, exit status 2.
-    """
+    """``typer.run``, where parameters of ``main`` may be ``Options``: each field of theirs is an option."""
     typer.run(spread(main))
 
 

@@ -23,11 +23,7 @@ async def bare_engine(
     environment: Mapping[str, str] | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> AsyncIterator[EngineAdapter]:
-    """The engine of ``config`` in this process, with dummy weights, until the block ends.
-
-    ``environment``: laid over what a replica's process has; this process keeps it. ``arguments``: of vLLM, in place of
-    those that the service gives. Raises TypeError for one that vLLM does not have.
-    """
+    """The engine of ``config`` in this process, with dummy weights, until the block ends."""
     os.environ.update(engine_environment(config) | dict(environment or {}))  # noqa: TID251 - the engine inherits it
     register()
     model = ServedModel.load(config.model.path)

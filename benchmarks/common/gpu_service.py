@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 from benchmarks.common.command import Options
 from benchmarks.common.paths import CPU_DEPLOYMENT, SHARED_MEMORY
-from benchmarks.common.random_weights import gaussian
-from benchmarks.common.shapes import Shape, write_config
+from benchmarks.common.shapes import Shape, gaussian, write_config
 from benchmarks.common.work import WorkOptions
 from rollout_service.config.deployment_file import BUILDER
 from rollout_service.local import LocalService, running_service
@@ -30,10 +29,8 @@ class Mode(StrEnum):
     """What is in FP8."""
 
     BF16 = "bf16"
-    FP8 = "fp8"
-    """Weights and activations."""
-    FP8KV = "fp8kv"
-    """The KV cache, too."""
+    FP8 = "fp8"  # weights and activations
+    FP8KV = "fp8kv"  # the KV cache, too
 
 
 MODES: dict[Mode, Settings] = {
@@ -42,8 +39,7 @@ MODES: dict[Mode, Settings] = {
     Mode.FP8KV: {"quant": {}, "kv_cache": {"dtype": "fp8_e4m3"}},
 }
 FILE_BYTES = 2 << 30
-ENGINES_SHARE = 0.85
-"""Of the GPU's memory, for all engines; the ingest and a trainer on the same GPU want some, too."""
+ENGINES_SHARE = 0.85  # of the GPU's memory, for all engines; the ingest and a trainer on the same GPU want some, too
 
 
 class ModelOptions(Options):
@@ -51,14 +47,10 @@ class ModelOptions(Options):
 
     model: Shape = Shape.QWEN3_8B
     """Whose shapes."""
-    layers: int | None = None
-    """Fewer layers than the published model."""
     folder: Path = SHARED_MEMORY
     """Where weights and versions are put."""
     free: bool = False
     """Remove the weights once version 0 is made; the transport path cannot do without."""
-    verbose: bool = False
-    """Show the service's logs."""
 
 
 class EngineOptions(Options):
@@ -91,6 +83,11 @@ class EngineOptions(Options):
         }
 
 
+def usual_engine(sequences: int) -> dict[str, Any]:
+    """Return the settings of the engine where a benchmark has no options for it."""
+    return EngineOptions(block_size=64, batched_tokens=8192, graph_step=16).settings(sequences)
+
+
 def graph_sizes(step: int | None, sequences: int) -> list[int] | None:
     """Small powers of two, then every multiple of ``step`` up to all sequences at once; None: vLLM's own."""
     if step is None:
@@ -100,10 +97,7 @@ def graph_sizes(step: int | None, sequences: int) -> list[int] | None:
 
 def fitting(work: WorkOptions) -> dict[str, Any]:
     """An engine's limits that the work just fits."""
-    return {
-        "max_model_len": -(-(work.prompt_max + 8 + work.out) // 64) * 64,
-        "max_num_seqs": work.sequences,
-    }
+    return {"max_model_len": -(-(work.prompt_max + 8 + work.out) // 64) * 64, "max_num_seqs": work.sequences}
 
 
 def settings_of(mode: Mode, model: Path, folder: Path, engine: dict[str, Any]) -> Settings:
@@ -123,7 +117,7 @@ def settings_of(mode: Mode, model: Path, folder: Path, engine: dict[str, Any]) -
 
 
 @contextmanager
-def serving(settings: Settings, folder: Path, verbose: bool) -> Iterator[LocalService]:
+def serving(settings: Settings, folder: Path, verbose: bool = False) -> Iterator[LocalService]:
     """The whole service until the block ends; its version 0 is made from the model's weights."""
     deployment = folder / "deployment.yaml"
     deployment.write_text(yaml.safe_dump({"applications": [{"import_path": BUILDER, "args": settings}]}))
@@ -135,11 +129,8 @@ def serving(settings: Settings, folder: Path, verbose: bool) -> Iterator[LocalSe
 def serving_random_weights(
     model: ModelOptions, engine: dict[str, Any], **sections: dict[str, Any]
 ) -> Iterator[tuple[LocalService, Path]]:
-    """Serve random weights in FP8 with an FP8 KV cache; yield the service and the folder of its BF16 files.
-
-    ``engine``: that section, in place of the usual one. ``sections``: fields that are added to other ones.
-    """
-    with random_weights(model) as path, serving_weights(model, path, engine, **sections) as service:
+    """Serve random weights in FP8 with an FP8 KV cache; yield the service and the folder of its BF16 files."""
+    with random_weights(model) as path, serving_weights(path, engine, **sections) as service:
         if model.free:
             remove_weights(path)
         yield service, path
@@ -149,18 +140,16 @@ def serving_random_weights(
 def random_weights(model: ModelOptions) -> Iterator[Path]:
     """Write random BF16 weights of the model's shapes, and yield their folder, until the block ends."""
     with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
-        path = write_config(model.model, Path(temporary) / model.model, model.layers)
+        path = write_config(model.model, Path(temporary) / model.model)
         write_weights(path)
         yield path
 
 
 @contextmanager
-def serving_weights(
-    model: ModelOptions, path: Path, engine: dict[str, Any], **sections: dict[str, Any]
-) -> Iterator[LocalService]:
+def serving_weights(path: Path, engine: dict[str, Any], **sections: dict[str, Any]) -> Iterator[LocalService]:
     """Serve the weights at ``path`` as ``serving_random_weights`` does; the log is beside them."""
     settings = laid_over(settings_of(Mode.FP8KV, path, path.parent, engine), sections)
-    with serving(settings, path.parent, model.verbose) as service:
+    with serving(settings, path.parent) as service:
         yield service
 
 
@@ -205,6 +194,6 @@ def write_weights(folder: Path) -> None:
 
 
 def remove_weights(folder: Path) -> None:
-    """Those of ``write_weights``: room in memory, if the folder is there."""
+    """Remove the files of ``write_weights``: room in memory, if the folder is there."""
     for file in folder.glob("*.safetensors"):
         file.unlink()

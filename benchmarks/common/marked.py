@@ -29,10 +29,7 @@ def write_part(file: Path, name: str, part: str) -> None:
 
 
 def check(file: Path, make: Callable[[str], str], command: str) -> list[str]:
-    """Return what is wrong with the page, in words; nothing if it is as ``make`` returns it, from its text.
-
-    ``command``: writes the page.
-    """
+    """Return what is wrong with the page, in words; nothing if it is as ``make`` returns it, from its text."""
     page = file.read_text()
     try:
         return [] if make(page) == page else [f"{file}: its tables are not what the results say. Run: {command}"]

@@ -5,5 +5,4 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[2]
 RESULTS = PROJECT / "benchmarks/results"
 CPU_DEPLOYMENT = PROJECT / "deployments/cpu_rollout.yaml"
-SHARED_MEMORY = Path("/dev/shm")
-"""A tmpfs: what is measured there is not the disk."""
+SHARED_MEMORY = Path("/dev/shm")  # a tmpfs: what is measured there is not the disk

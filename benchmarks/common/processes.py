@@ -25,10 +25,7 @@ ROLLOUT_SERVICE = (sys.executable, "-c", "from rollout_service.cli.main import a
 def process(
     command: Sequence[str], log: Path, *, folder: Path, environment: Mapping[str, str], grace_s: float
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command in ``folder`` until the block ends, then terminate it, and kill its group after ``grace_s``.
-
-    ``environment`` is laid over this process's own; what the command prints is appended to ``log``.
-    """
+    """Run a command in ``folder`` until the block ends, then terminate it, and kill its group after ``grace_s``."""
     inherited = dict(os.environ)  # noqa: TID251 - a child's
     search = [PROJECT, *(Path(each).absolute() for each in inherited.get("PYTHONPATH", "").split(os.pathsep) if each)]
     path = {"PYTHONPATH": os.pathsep.join(map(str, search)), "PYTHONUNBUFFERED": "1"}

@@ -33,24 +33,18 @@ def gpu() -> str:
 
 
 def path(name: str, *, machine_name: str | None = None) -> Path:
-    """Where the results of that name lie for this machine.
-
-    ``name``: the benchmark's module below ``benchmarks``, joined: ``update_live``.
-    """
+    """Return where the results of that name lie for this machine, ``RESULTS/<machine>/<name>.json``."""
     return RESULTS / (machine_name or machine()) / f"{name}.json"
 
 
 def cases(name: str, *, machine_name: str | None = None) -> list[Json]:
-    """Those of an earlier result of that name on this machine, or on another; none if there is none."""
+    """Return the cases of an earlier result of that name on this machine, or on another; none if there is none."""
     file = path(name, machine_name=machine_name)
     return list(json.loads(file.read_text())["cases"]) if file.exists() else []
 
 
 def joined(earlier: Iterable[Json], new: Iterable[Json], same: Sequence[str]) -> list[Json]:
-    """All cases, the new ones in place of earlier ones that agree with one of them in the fields ``same``.
-
-    Each new one says when and by which command it was made.
-    """
+    """Return all cases, the new ones in place of earlier ones that agree with one of them in the fields ``same``."""
     new = [case | {"date": today(), "command": command()} for case in new]
     replaced = [[case.get(field) for field in same] for case in new]
     return [*(case for case in earlier if [case.get(field) for field in same] not in replaced), *new]
@@ -76,10 +70,7 @@ def brief(case: Json) -> str:
 
 
 def write(name: str, content: Json, *, machine_name: str | None = None, folder: Path | None = None) -> Path:
-    """Write ``benchmarks/results/<machine>/<name>.json`` with versions, processor, and this process's command.
-
-    ``folder``: there instead, what is no result to keep. Raises ValueError if ``content`` has a field of these, too.
-    """
+    """Write ``benchmarks/results/<machine>/<name>.json`` with versions, processor, and this process's command."""
     about = origin()
     if twice := about.keys() & content.keys():
         raise ValueError(f"{', '.join(sorted(twice))}: every result says so already")
@@ -101,14 +92,12 @@ def origin() -> Json:
 
 
 def command() -> str:
-    """The one that this process was started with."""
     spec = sys.modules["__main__"].__spec__  # None: it was no module
     module = sys.argv[0] if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
     return " ".join(["python", module, *sys.argv[1:]])
 
 
 def today() -> str:
-    """In UTC."""
     return datetime.now(UTC).date().isoformat()
 
 
@@ -119,7 +108,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def processor() -> str:
-    """That of this machine which benchmarks measure: its GPU, or its CPU."""
+    """Return what benchmarks measure of this machine: its GPU, or its CPU."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -1,9 +1,11 @@
-"""Published models as folders of a ``config.json``: their shapes without their weights, which nothing here needs."""
+"""Published models as folders of a ``config.json``, and random weights of their size."""
 
 import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 class Shape(StrEnum):
@@ -30,33 +32,16 @@ _QWEN3: dict[str, Any] = {
     "eos_token_id": 151645,
     "use_sliding_window": False,
 }
-SHAPES: dict[Shape, dict[str, Any]] = {
-    Shape.QWEN3_8B: _QWEN3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    Shape.QWEN3_32B: _QWEN3
-    | {
-        "hidden_size": 5120,
-        "intermediate_size": 25600,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SHAPES: dict[Shape, dict[str, Any]] = {  # as in the config.json of Qwen/Qwen3-8B, Qwen/Qwen3-32B and Qwen/Qwen3-30B-A3B
+    Shape.QWEN3_8B: _QWEN3 | dict(zip(SIZES, (4096, 12288, 36, 32, 8), strict=True)),
+    Shape.QWEN3_32B: _QWEN3 | dict(zip(SIZES, (5120, 25600, 64, 64, 8), strict=True)),
     Shape.QWEN3_30B_A3B: _QWEN3
+    | dict(zip(SIZES, (2048, 6144, 48, 32, 4), strict=True))
     | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
         "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
@@ -64,7 +49,6 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
 }
-"""As in the config.json of Qwen/Qwen3-8B, Qwen/Qwen3-32B and Qwen/Qwen3-30B-A3B."""
 
 
 def write_config(name: Shape, folder: Path, layers: int | None = None) -> Path:
@@ -73,3 +57,9 @@ def write_config(name: Shape, folder: Path, layers: int | None = None) -> Path:
     shape = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
     (folder / "config.json").write_text(json.dumps(shape))
     return folder
+
+
+def gaussian(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return BF16 of the size that trained weights have; on the GPU, if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)

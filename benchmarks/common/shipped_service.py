@@ -52,10 +52,7 @@ class ServedOptions(Options):
 
 
 def shipped_arguments(served: ServedOptions, replicas: str, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Return what `rollout-service serve MODEL` deploys, as Serve's configuration.
-
-    ``replicas``: as ``serve`` takes it. ``sections``: settings that differ from the shipped ones, by section.
-    """
+    """Return what `rollout-service serve MODEL` deploys, as Serve's configuration."""
     command = [*ROLLOUT_SERVICE, "serve", str(served.model_folder()), "--port", str(served.port)]
     command += ["--replicas", replicas, "--tp", str(served.tensor_parallel), "--print-config"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -72,10 +69,7 @@ def shipped_arguments(served: ServedOptions, replicas: str, **sections: dict[str
 def shipped_service(
     served: ServedOptions, replicas: str, **sections: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run ``rollout-service serve MODEL`` until the block ends; yield its URL, and how long its start took.
-
-    ``replicas`` and ``sections``: of ``shipped_arguments``. The output goes to ``serve.log`` beside the model's folder.
-    """
+    """Run ``rollout-service serve MODEL`` until the block ends; yield its URL, and how long its start took."""
     document = shipped_arguments(served, replicas, **sections)
     deployment = served.folder / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))
@@ -97,10 +91,7 @@ def shipped_service(
 
 
 def wait_until_ready(client: SyncRolloutClient, replicas: int, before: frozenset[str] = frozenset()) -> float:
-    """Return the seconds until so many replicas are ready, at least one of them not in ``before``.
-
-    Raises RuntimeError after ten minutes.
-    """
+    """Return the seconds until so many replicas are ready, at least one of them not in ``before``."""
     started = time.monotonic()
     while True:
         ready = {replica.replica_id for replica in client.fleet().replicas if replica.state == "ready"}

@@ -14,7 +14,7 @@ from benchmarks.common.results import Json
 from rollout_service.engine.adapter import EngineAdapter
 
 NORMS = "norms, rotations, activations"
-KINDS = (
+KINDS = (  # a kind of kernel, and what its name contains. The first match counts.
     # Inductor names its kernels after everything fused into them, including inputs from other kernels
     (NORMS, r"^triton_(poi|red|per|tem)_"),
     ("KV cache writes", r"reshape_and_cache|cache_kernel|concat_and_cache"),
@@ -29,11 +29,9 @@ KINDS = (
     ("sampling", r"sampl|gumbel|logprob|topk|top_k|softmax|argmax|logits|ranks|temperature|sort|penalt"),
     (NORMS, r"triton_|norm|rotary|act_and_mul|silu"),
 )
-"""A kind of kernel, and what its name contains. The first match counts."""
 
 
 def kind_of(kernel: str) -> str:
-    """Return the kernel's kind in ``KINDS``, else ``other``."""
     return next((kind for kind, names in KINDS if re.search(names, kernel, re.IGNORECASE)), "other")
 
 
@@ -55,10 +53,7 @@ async def prepare(engine: EngineAdapter) -> None:
 
 
 async def record(engine: EngineAdapter, steps: int, folder: Path, seconds: float) -> Json:
-    """Record the next steps of a busy engine that has ``profiler_into(folder)``, as ``summary``.
-
-    Raises RuntimeError if vLLM writes no trace within ``seconds``.
-    """
+    """Record the next steps of a busy engine that has ``profiler_into(folder)``, as ``summary``."""
     before = _traces(folder)
     await engine._llm.start_profile(max_iterations=steps)
     try:
@@ -78,8 +73,8 @@ def _traces(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*.json.gz") if path.is_file()}
 
 
-def summary(events: Iterable[Json], top: int = 40) -> Json:
-    """Return the milliseconds of a step by kind and by kernel, from a Chrome trace's events.
+def summary(events: Iterable[Json]) -> Json:
+    """Return the milliseconds of a step by kind of kernel, from a Chrome trace's events.
 
     vLLM marks each step with its sequences; ``batches`` counts the marks. Raises ValueError if there are no steps.
     """
@@ -88,25 +83,14 @@ def summary(events: Iterable[Json], top: int = 40) -> Json:
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not kernels or not marks:
         raise ValueError(f"the trace holds {len(kernels)} kernels of {len(marks)} steps")
-    by_name, launches, by_kind = Counter[str](), Counter[str](), Counter[str]()
+    by_kind = Counter[str]()
     for event in kernels:
-        by_name[event["name"]] += event["dur"]
-        launches[event["name"]] += 1
         by_kind[kind_of(event["name"])] += event["dur"]
     span = max(e["ts"] + e["dur"] for e in kernels) - min(e["ts"] for e in kernels)
     per_step = 1e-3 / len(marks)
     return {
         "batches": dict(Counter(marks)),
         "recorded_step_ms": span * per_step,
-        "kernels_ms": sum(by_name.values()) * per_step,
+        "kernels_ms": by_kind.total() * per_step,
         "ms": {kind: micros * per_step for kind, micros in by_kind.most_common()},
-        "kernels": [
-            {
-                "name": name[:160],
-                "kind": kind_of(name),
-                "ms": micros * per_step,
-                "launches": launches[name] / len(marks),
-            }
-            for name, micros in by_name.most_common(top)
-        ],
     }

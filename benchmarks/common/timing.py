@@ -50,7 +50,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]], repeats: int) -> list[f
 
 
 def buffers_beyond_cache(nbytes: int) -> int:
-    """So many of this size fill the GPU's cache four times; two at least."""
+    """Return how many of this size fill the GPU's cache four times; two at least."""
     cache_bytes: int = torch.cuda.get_device_properties(0).L2_cache_size
     return max(2, 4 * cache_bytes // nbytes + 1)
 

@@ -8,7 +8,10 @@ Runs ``tests/engine/test_every_family.py``. Writes benchmarks/results/<machine>/
 docs/models.md. Families that are not tested now keep what came of them before. Exits as pytest does.
 """
 
-from collections.abc import Callable
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -18,6 +21,10 @@ from benchmarks.common import results
 from benchmarks.common.command import run
 from benchmarks.common.results import Json
 from benchmarks.families.table import write_tables
+from rollout_service.config import QuantConfig
+from rollout_service.model.quant_plan import plan
+from rollout_service.model.served_model import ServedModel
+from tests.support import families
 
 TESTS = "tests/engine/test_every_family.py"
 UNREAD: Json = {"refusal": None, "source": None, "fp8": None, "kept": []}
@@ -31,10 +38,7 @@ def reason_of(failure: str) -> str:
 
 
 class FamilyRecorder:
-    """A pytest plugin that keeps the properties and the outcome of each test that names its family.
-
-    ``keep`` is called with each case as soon as its test is over: a run of many families takes long.
-    """
+    """A pytest plugin that keeps the properties and the outcome of each test that names its family."""
 
     def __init__(self, keep: Callable[[Json], None]) -> None:
         self._keep = keep
@@ -55,13 +59,36 @@ class FamilyRecorder:
         self._keep({"family": recorded["family"], "difference": recorded.get("difference"), "failure": failure})
 
 
+def readings(of: Iterable[str]) -> Iterator[Json]:
+    """Yield a case for each family. Imports vllm, and is one rank of a distributed group for each in turn."""
+    for family in of:
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place) / family
+            families.config_of(family).save_pretrained(folder)
+            yield {"family": family, **_reading(folder)}
+
+
+def _reading(folder: Path) -> Json:
+    from rollout_service.engine.layout_reader import read_layout  # imports vLLM
+
+    model = ServedModel.load(folder)
+    try:
+        layout = read_layout(folder)
+    except ValueError as refusal:
+        return {"refusal": str(refusal).partition(f"{folder.name}: ")[2], "source": None, "fp8": None, "kept": []}
+    decided = plan(layout.linears(model.shapes), QuantConfig(indivisible="keep_bf16"), 1, model.heads, layout=layout)
+    outside = {model.head, model.embedding}
+    sizes = {n: math.prod(s) for n, s in model.shapes.items() if len(s) > 1 and n not in outside}
+    share = sum(sizes[name] for name in decided.quantized) / sum(sizes.values())
+    kept = sorted(set(decided.kept.values()) - {"router"})
+    return {"refusal": None, "source": layout.source, "fp8": share, "kept": kept}
+
+
 def main(
     read: Annotated[bool, typer.Option("--read", help="Start no engine.")] = False,
     options: Annotated[list[str] | None, typer.Argument(help="Of pytest, such as -v, or -k gemma.")] = None,
 ) -> None:
     """Serve and read them; write the result and the table."""
-    from benchmarks.families.reading import readings
-    from tests.support.families import FAMILIES
 
     def keep(case: Json) -> None:
         read_before = {key: _kept(case["family"]).get(key, value) for key, value in UNREAD.items()}
@@ -70,14 +97,13 @@ def main(
     recorder = FamilyRecorder(keep)
     code = 0 if read else pytest.main([TESTS, "-m", "slow", *(options or [])], plugins=[recorder])
     of_engine = {"difference": None, "failure": None}
-    for case in readings(sorted(FAMILIES if read else recorder.seen)):
+    for case in readings(sorted(families.FAMILIES if read else recorder.seen)):
         _add(of_engine | _kept(case["family"]) | case)
     write_tables()
     raise typer.Exit(int(code))
 
 
 def _kept(family: str) -> Json:
-    """What the result says of it; nothing if it has no case there."""
     return next((case for case in results.cases("models") if case["family"] == family), {})
 
 

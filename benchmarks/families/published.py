@@ -16,26 +16,17 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from benchmarks.common import results
 from benchmarks.common.command import run
 from benchmarks.common.results import Json
-from benchmarks.common.shapes import SHAPES, Shape
+from benchmarks.common.shapes import SHAPES, SIZES, Shape
 from benchmarks.families.table import write_tables
 from rollout_service.config import QuantConfig
 from rollout_service.model.served_model import ServedModel
 
-WAYS = (1, 2, 4, 8)
-"""Sizes of an engine, in GPUs."""
+WAYS = (1, 2, 4, 8)  # sizes of an engine, in GPUs
 
 
-def _dense(model_type: str, vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kv: int) -> Json:
-    return {
-        "model_type": model_type,
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "tie_word_embeddings": False,
-    }
+def _dense(model_type: str, vocabulary: int, *sizes: int) -> Json:
+    about = {"model_type": model_type, "vocab_size": vocabulary, "tie_word_embeddings": False}
+    return about | dict(zip(SIZES, sizes, strict=True))
 
 
 _GLM: Json = {"model_type": "glm4_moe", "head_dim": 128, "tie_word_embeddings": False, "attention_bias": True}
@@ -91,7 +82,7 @@ def write_config(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 def reading(name: str, folder: Path) -> Json:
-    """What the service would make of the model in ``folder``, for each of ``WAYS``."""
+    """Return what the service would make of the model in ``folder``, for each of ``WAYS``."""
     model = ServedModel.load(folder)
     outside = {model.head, model.embedding}
     linears = {n: math.prod(s) for n, s in model.shapes.items() if len(s) > 1 and n not in outside}
@@ -110,7 +101,6 @@ def reading(name: str, folder: Path) -> Json:
 
 
 def readings() -> Iterator[Json]:
-    """One for each of ``MODELS``."""
     for name, settings in MODELS.items():
         with tempfile.TemporaryDirectory() as place:
             yield reading(name, write_config(Path(place) / name, settings))

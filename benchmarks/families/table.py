@@ -17,19 +17,16 @@ from benchmarks.common.results import Json
 DOCUMENT = PROJECT / "docs/models.md"
 PART = "python -m benchmarks.families"
 PUBLISHED_PART = "python -m benchmarks.families.published"
-CPU, GPU = "cpu-2-cores", "h100-80gb-hbm3"
-"""The machines of the results."""
+CPU, GPU = "cpu-2-cores", "h100-80gb-hbm3"  # the machines of the results
 WRITE = "python -m benchmarks.families.table --write"
 
-_REASONS = {
+_REASONS = {  # pattern of a reason why a layer stays BF16 → the word for it, which docs/models.md explains
     r"vLLM rearranges it as it loads": "rearranged",
     r"vLLM never quantizes it": "never quantized",
     r"a GPU's shard .* is no whole number of 128×128 blocks": "ragged",
     r"not of the language model": "vision",
 }
-"""Pattern of a reason why a layer stays BF16 → the word for it, which docs/models.md explains."""
-_WORDS = 16
-"""Words of an error in a cell of the table."""
+_WORDS = 16  # words of an error in a cell of the table
 
 
 def table(cpu_cases: list[Json], gpu_cases: list[Json]) -> str:
@@ -87,7 +84,7 @@ def published_table(cases: list[Json]) -> str:
 
 
 def _best(ways: list[Json]) -> str:
-    """Of an engine of one size: the more in FP8 the better, and expert parallelism only where it helps."""
+    """Return the cell of one size: the more in FP8 the better, and expert parallelism only where it helps."""
     way = max(ways, key=lambda way: (round(way["fp8"], 2), not way["expert_parallel"]))
     if way["refusal"]:
         return f"no: {_cell(way['refusal'].partition(':')[0])}"
@@ -95,7 +92,6 @@ def _best(ways: list[Json]) -> str:
 
 
 def write_tables() -> None:
-    """Make them anew."""
     DOCUMENT.write_text(_page(DOCUMENT.read_text()))
 
 

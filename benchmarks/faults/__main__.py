@@ -27,12 +27,10 @@ from benchmarks.faults.ground import KEPT_CACHE
 from benchmarks.faults.matrix import all_cases, run
 from benchmarks.faults.outcome import Outcome, is_clean
 
-IN_PART = PROJECT / "out/benchmarks"
-"""What is not the whole matrix is no result."""
+IN_PART = PROJECT / "out/benchmarks"  # what is not the whole matrix is no result
 
 
 def line(outcome: Outcome) -> str:
-    """For the log."""
     if outcome.skipped:
         return f"skip {outcome.name}: {outcome.skipped}"
     seconds = "never" if outcome.recover_s is None else f"{outcome.recover_s:.1f} s"
@@ -50,12 +48,7 @@ def main(
     ] = False,
     kv_cache: Annotated[Literal["drop", "keep"], typer.Option(help="weights.kv_cache_on_update.")] = "drop",
 ) -> None:
-    """Run the matrix, and write benchmarks/results/<machine>/faults.json; with --only, below out/.
-
-    With --kv-cache keep the file is faults_kept_cache.json.
-
-    The file is written after every case: a run that was stopped goes on with --rest.
-    """
+    """Run the matrix, and write benchmarks/results/<machine>/faults.json; with --only, below out/."""
     cases = [case for case in all_cases() if not only or any(words in case.name for words in only)]
     console, started = Console(), time.perf_counter()
     if listed or not cases:

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.faults.files import flip
 from benchmarks.faults.ground import REPLICAS, WAIT_S, Case, Ground, below, ground, processes, until
 from benchmarks.faults.inputs import NotRefused, refused
+from benchmarks.faults.storage import flip
 from rollout_service.client import RolloutClient
 from rollout_service.client._adapters import _files_of
 from rollout_service.errors import DigestMismatch, InvalidManifest, VersionConflict
@@ -27,16 +27,13 @@ from tests.support.telltale import assert_made_by
 
 NAME = "run-a"
 MAX_LIVE = 4
-FIRST = 20
-"""The number whose token the first version of an adapter emits."""
-ATTEMPTS = 10
-"""Versions pushed until a moment is hit."""
+FIRST = 20  # the number whose token the first version of an adapter emits
+ATTEMPTS = 10  # versions pushed until a moment is hit
 MOMENT_S, LOAD_S = 3.0, 10.0
 LONG, ROLLOUTS = 250, 4
 
 
 def adapter_cases() -> Iterator[Case]:
-    """What may happen to an adapter, while rollouts without one go on."""
     yield Case("kill replica, an adapter is loaded and not published", before_publication, ground=adapted)
     yield Case("a damaged upload of an adapter", damaged_uploads, ground=adapted)
     yield Case("a flipped byte in a file of an adapter", flipped_file, ground=adapted)
@@ -45,7 +42,6 @@ def adapter_cases() -> Iterator[Case]:
 
 
 def adapted(folder: Path, **settings: dict[str, Any]) -> AbstractAsyncContextManager[Ground]:
-    """Two replicas with adapters."""
     settings["engine"] = settings.get("engine", {}) | {"adapters": {"max_live": MAX_LIVE, "max_rank": 8}}
     return ground(folder, REPLICAS, **settings)
 
@@ -107,10 +103,7 @@ async def remove_all(ground: Ground) -> None:
 
 
 async def before_publication(ground: Ground) -> None:
-    """Kill a replica whose worker has loaded a version that the replica has not reported.
-
-    Rollouts of the version before run meanwhile, and end under it. The replica's successor holds both.
-    """
+    """Kill a replica whose worker has loaded a version that the replica has not reported."""
     await remove_all(ground)
     newest = await push(ground, FIRST)
     for number in range(FIRST + 1, FIRST + 1 + ATTEMPTS):

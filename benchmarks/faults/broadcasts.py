@@ -1,8 +1,10 @@
 """A trainer that broadcasts by vLLM's weight-transfer routes, or the ingest that receives it, killed half way.
 
-The trainer stands still half way, in a process of its own (``broadcasting_trainer.py``), so the moment lasts as long as
-it is needed: it is killed when the ingest has written tensors of the version and waits for the others. A case's seconds
-until it recovered hold the starts of two trainers, which import vLLM beside the engines.
+    python -m benchmarks.faults.broadcasts URL MODEL VERSION WHOLE|HALF
+
+is the trainer: vLLM's trainer engine and HTTP client, with gloo in place of NCCL. With HALF it stands still after half
+of the bytes until its input ends, so the moment lasts as long as it is needed. A case's seconds until it recovered hold
+the starts of two trainers, which import vLLM beside the engines.
 """
 
 import asyncio
@@ -22,23 +24,18 @@ from rollout_service.errors import NotFound
 from rollout_service.protocol.weight_transfer import TransferStatus
 from rollout_service.store.log import WeightLog
 
-HALF_WAY = "half way:"
-"""The trainer's word; then the bytes handed over, and those of the version."""
-STEP_S = 120.0
-"""In which each step is to be done: a trainer imports vLLM on busy cores."""
+HALF_WAY = "half way:"  # the trainer's word; then the bytes handed over, and those of the version
+STEP_S = 120.0  # in which each step is to be done: a trainer imports vLLM on busy cores
 
 
 def broadcast_cases() -> Iterator[Case]:
-    """Either end of a broadcast."""
+    """Yield the death of either end of a broadcast."""
     for victim in ("trainer", "ingest"):
         yield Case(f"kill {victim}, in the middle of a broadcast", partial(in_a_broadcast, victim))
 
 
 async def in_a_broadcast(victim: str, ground: Ground) -> None:
-    """The version is dropped; its number is free for a push in parts, and another trainer's broadcast is served.
-
-    Raises AssertionError or TimeoutError if not.
-    """
+    """Drop the version; its number is free for a push in parts, and another trainer's broadcast is served."""
     version = ground.committed + 1
     staged = WeightLog(ground.log).staging(version)
     async with _trainer(ground, version, "HALF") as trainer:
@@ -58,24 +55,20 @@ async def in_a_broadcast(victim: str, ground: Ground) -> None:
         if victim != "trainer":
             ground.note(f"its trainer was told: {errors.decode().strip().splitlines()[-1]}")
     await push_until_committed(ground, version)
-    await _broadcast(ground, version + 1)
-    ground.note(f"version {version} then came in parts, and version {version + 1} by a new trainer's broadcast")
-
-
-async def _broadcast(ground: Ground, version: int) -> None:
-    async with _trainer(ground, version, "WHOLE") as trainer:
+    async with _trainer(ground, version + 1, "WHOLE") as trainer:
         _, errors = await asyncio.wait_for(trainer.communicate(), STEP_S)
         assert trainer.returncode == 0, errors.decode()[-2000:]
-    ground.committed = version
-    status = await ground.client.weights(version)
+    ground.committed = version + 1
+    status = await ground.client.weights(version + 1)
     assert status.state == "live", status
+    ground.note(f"version {version} then came in parts, and version {version + 1} by a new trainer's broadcast")
 
 
 @asynccontextmanager
 async def _trainer(ground: Ground, version: int, part: str) -> AsyncIterator[Process]:
-    """Its process, which does not outlive the block."""
+    """Yield the trainer's process, which does not outlive the block."""
     arguments = ground.service.url, str(ground.service.config.model.path), str(version), part
-    command = sys.executable, "-m", "benchmarks.faults.broadcasting_trainer", *arguments
+    command = sys.executable, "-m", "benchmarks.faults.broadcasts", *arguments
     trainer = await asyncio.create_subprocess_exec(*command, cwd=PROJECT, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     try:
         yield trainer
@@ -87,7 +80,7 @@ async def _trainer(ground: Ground, version: int, part: str) -> AsyncIterator[Pro
 
 
 async def _half_way(trainer: Process) -> str:
-    """Wait until it stands still; returns which bytes it has handed over. Raises AssertionError if it ends before."""
+    """Wait until the trainer stands still; return which bytes it has handed over."""
     assert trainer.stdout is not None
     async with asyncio.timeout(STEP_S):
         async for line in trainer.stdout:  # vLLM logs there, too
@@ -103,7 +96,7 @@ async def _is_receiving(ground: Ground, staged: Path) -> bool:
 
 
 def _has_tensors(staged: Path) -> bool:
-    """Whether something was written: a file that was only laid out is zero after its header."""
+    """Return True if something was written: a file that was only laid out is zero after its header."""
     for path in staged.glob("*.safetensors"):
         data = path.read_bytes()
         tensors = data[8 + int.from_bytes(data[:8], "little") :]
@@ -113,7 +106,7 @@ def _has_tensors(staged: Path) -> bool:
 
 
 async def _is_dropped(ground: Ground, version: int, staged: Path) -> bool:
-    """Whether nobody waits for more of it, there is no such version, and its files are gone."""
+    """Return True if nobody waits for more of it, there is no such version, and its files are gone."""
     if (await _transfer(ground)).state != "no group" or staged.exists():
         return False
     with refused(NotFound):
@@ -124,3 +117,47 @@ async def _is_dropped(ground: Ground, version: int, staged: Path) -> bool:
 async def _transfer(ground: Ground) -> TransferStatus:
     response = await ground.send("GET", "/server_info", params={"config_format": "json"})
     return TransferStatus.model_validate(response.json()["weight_transfer"])
+
+
+def train(url: str, model: Path, version: int, stops: bool) -> None:
+    """Push one version by vLLM's trainer engine. Raises what that raises."""
+    import pytest
+    import torch
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from tests.support.gloo_trainer import Tensors, trainer_info, use_gloo
+    from tests.support.telltale import canary_weights
+
+    class NamingClient(HTTPVLLMWeightSyncClient):
+        """vLLM's trainer engine names no version; this client does."""
+
+        def finish_weight_update(self, weight_version: str | None = None) -> None:
+            super().finish_weight_update(weight_version or str(version))
+
+    class StopsHalfWay(Tensors):
+        """Weights of which the second half does not come before this process's input has ended."""
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            total, handed_over, stopped = sum(tensor.nbytes for tensor in self.weights.values()), 0, False
+            for name, tensor in self.weights.items():
+                if not stopped and 2 * handed_over >= total:
+                    print(HALF_WAY, handed_over, total, flush=True)
+                    sys.stdin.read()
+                    stopped = True
+                yield name, tensor
+                handed_over += tensor.nbytes
+
+    source = StopsHalfWay() if stops else Tensors()
+    source.weights = canary_weights(model, version)
+    with pytest.MonkeyPatch.context() as patch:
+        use_gloo(patch)
+        client = NamingClient(url)
+        engine = WeightTransferTrainerFactory.trainer_init(trainer_info(), client=client, source=source)
+        engine.send_weights()
+        client.shutdown_weight_transfer_engine()
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), stops=sys.argv[4] == "HALF")

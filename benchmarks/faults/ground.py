@@ -1,9 +1,10 @@
-"""A case, and the running service it happens to: weights that tell their version, its processes, its files."""
+"""A case, its load, and the running service it happens to: weights that tell their version, processes, files."""
 
 import asyncio
 import contextlib
 import random
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,19 +16,22 @@ import psutil
 import torch
 
 from benchmarks.common.paths import CPU_DEPLOYMENT
-from benchmarks.faults.load import CONCURRENCY
 from benchmarks.faults.update_marker import marked_updates
 from rollout_service.client import RolloutClient
 from rollout_service.client._http import error_of
 from rollout_service.errors import RolloutServiceError
 from rollout_service.local import LocalService, running_service
 from rollout_service.protocol.fleet import Fleet
+from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.upload import PART_DIGEST_HEADER
 from tests.support.processes import descendants
-from tests.support.telltale import canary_weights
+from tests.support.telltale import CANDIDATES, assert_bounded, assert_pure, canary_weights
 
+CONCURRENCY, EASED = 16, 4
+PROMPT, MAX_TOKENS = [5, 6, 7, 8], 48
+SESSION_PROMPT, TURNS = 10 * PROMPT, 6
 REPLICAS = 2
-PROCESSES = {
+PROCESSES = {  # what can be killed → how its process is called
     "vllm worker": "VLLM::Worker",
     "engine core": "VLLM::EngineCore",
     "replica": "ray::ServeReplica:rollout:engine",
@@ -36,18 +40,84 @@ PROCESSES = {
     "monitor": "ray::ServeReplica:rollout:monitor",
     "controller": "ray::ServeController",
 }
-"""What can be killed → how its process is called."""
-ENGINE_PROCESSES = ("vllm worker", "engine core", "replica")
-"""Of these, the death of one is the end of its replica."""
-WAIT_S = 180.0
-"""The longest wait for a state of the service."""
-SETTLE_S = 1.0
-"""How long the fleet must be sound before it counts as recovered."""
-KEPT_CACHE: dict[str, dict[str, Any]] = {
+ENGINE_PROCESSES = ("vllm worker", "engine core", "replica")  # of these, the death of one is the end of its replica
+WAIT_S = 180.0  # the longest wait for a state of the service
+SETTLE_S = 1.0  # how long the fleet must be sound before it counts as recovered
+KEPT_CACHE: dict[str, dict[str, Any]] = {  # settings with which the KV cache outlives updates
     "weights": {"kv_cache_on_update": "keep", "kv_max_age": 2},
     "engine": {"block_size": 32},  # of several blocks in a session
 }
-"""Settings with which the KV cache outlives updates."""
+
+
+@dataclass
+class Load:
+    """What came of the rollouts."""
+
+    kv_max_age: int | None = None  # the bound of kept keys and values; None: every version drops them
+    rollouts: int = 0
+    kept_tokens: int = 0  # tokens that read keys and values of older versions than their own
+    stale: list[str] = field(default_factory=list)  # what was wrong with completions that hold a stale token
+    lost: list[str] = field(default_factory=list)
+    """Errors of requests that were not answered although the client asked again and again."""
+
+    eased: bool = False
+    """Whether only ``EASED`` are under way: enough to see who serves what while an engine starts on the same cores."""
+
+    def ease(self) -> None:
+        self.eased = True
+
+    async def once(self, client: RolloutClient) -> None:
+        """Make one request, or one session."""
+        if self.kv_max_age is None:
+            await self._ask(client, PROMPT)
+            return
+        session, prompt = uuid.uuid4().hex, SESSION_PROMPT
+        for _ in range(TURNS):
+            rollout = await self._ask(client, prompt, session_id=session, logprobs=CANDIDATES)
+            if rollout is None:
+                return
+            prompt = [*prompt, *rollout.completions[0].token_ids]
+
+    async def _ask(self, client: RolloutClient, prompt: list[int], **options: object) -> Rollout | None:
+        options |= {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        try:
+            rollout = await client.generate(prompt, **options)  # type: ignore[arg-type]
+        except (RolloutServiceError, httpx.TransportError) as error:
+            self.lost.append(f"{type(error).__name__}: {error}")
+            return None
+        except asyncio.CancelledError:
+            self.lost.append("still unanswered when the load was given up")
+            raise
+        self.rollouts += 1
+        for completion in rollout.completions:
+            if len(completion.token_ids) != MAX_TOKENS:
+                self.lost.append(f"{len(completion.token_ids)} of {MAX_TOKENS} tokens, {completion.finish_reason}")
+            try:
+                if self.kv_max_age is None:
+                    assert_pure(completion)
+                else:
+                    self.kept_tokens += assert_bounded(completion, self.kv_max_age)
+            except AssertionError as error:
+                self.stale.append(str(error))
+        return rollout
+
+
+@asynccontextmanager
+async def load(url: str, concurrency: int, kv_max_age: int | None = None) -> AsyncIterator[Load]:
+    """``concurrency`` requests at any time until the block ends; those under way are waited for."""
+    result, stop = Load(kv_max_age), asyncio.Event()
+
+    async def work(client: RolloutClient, number: int) -> None:
+        while not stop.is_set() and not (result.eased and number >= EASED):
+            await result.once(client)
+
+    async with RolloutClient(url, retries=12) as client, asyncio.TaskGroup() as group:
+        for number in range(concurrency):
+            group.create_task(work(client, number))
+        try:
+            yield result
+        finally:
+            stop.set()
 
 
 @dataclass
@@ -57,27 +127,20 @@ class Ground:
     service: LocalService
     client: RolloutClient
     committed: int
-    replicas: int = REPLICAS
-    """How many a sound fleet has."""
+    replicas: int = REPLICAS  # how many a sound fleet has
     settle_s: float = SETTLE_S
-    notes: list[str] = field(default_factory=list)
-    """What the case has to say of its fault."""
-    gone: frozenset[int] = frozenset()
-    """Processes that were killed."""
-    replaced: frozenset[str] = frozenset()
-    """Replicas of which one was killed: a sound fleet has others."""
-    outage_s: float | None = None
-    """How long nobody was served, where the case measures it."""
+    notes: list[str] = field(default_factory=list)  # what the case has to say of its fault
+    gone: frozenset[int] = frozenset()  # processes that were killed
+    replaced: frozenset[str] = frozenset()  # replicas of which one was killed: a sound fleet has others
+    outage_s: float | None = None  # how long nobody was served, where the case measures it
     engine_start_s: float | None = None
     """How long the engine took to start that then served, from the making of its process to its first answer."""
 
     def begin(self) -> None:
-        """Forget the case before."""
         self.outage_s = self.engine_start_s = None
         self.settle_s, self.notes, self.gone, self.replaced = SETTLE_S, [], frozenset(), frozenset()
 
     def note(self, text: str) -> None:
-        """For the table."""
         self.notes.append(text)
 
     async def kill(self, victim: str) -> None:
@@ -93,7 +156,6 @@ class Ground:
             self.replaced = known
 
     async def replica_ids(self) -> frozenset[str]:
-        """Those in the table."""
         return frozenset(replica.replica_id for replica in (await self.client.fleet()).replicas)
 
     @property
@@ -105,11 +167,9 @@ class Ground:
 
     @property
     def log(self) -> Path:
-        """The folder of the weight log."""
         return self.service.config.weights.root
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
-        """Weights that tell ``version``."""
         return canary_weights(self.service.config.model.path, version)
 
     async def push(self, version: int, **options: object) -> None:
@@ -128,7 +188,6 @@ class Ground:
         return response
 
     async def put_part(self, version: int, part: int, data: bytes, digest: str) -> None:
-        """One part of an upload."""
         await self.send(
             "PUT", f"/v1/weights/{version}/parts/{part}", content=data, headers={PART_DIGEST_HEADER: digest}
         )
@@ -150,11 +209,7 @@ class Ground:
         return None
 
     async def recovered(self, started: float, timeout_s: float) -> float | None:
-        """Seconds from ``started`` until every replica is sound at the newest version and makes rollouts of it.
-
-        Sound for ``settle_s``, that is, and with a new replica in the place of one whose process was killed: the dead
-        one stands in the table as it was for a while. None if that is never.
-        """
+        """Seconds from ``started`` until every replica is sound at the newest version and makes rollouts of it."""
         since: float | None = None
         deadline = time.perf_counter() + timeout_s
         while since is None or time.perf_counter() - since < self.settle_s:
@@ -182,7 +237,7 @@ class Ground:
         return True
 
     def _whole(self) -> bool:
-        """Whether every kind of process runs, and none of those that were killed."""
+        """Return True if every kind of process runs, and none of those that were killed."""
         wanted = {kind: self.replicas if kind in ENGINE_PROCESSES else 1 for kind in PROCESSES}
         wanted["gateway"] = self.service.config.scaling.gateways
         running = {kind: {process.pid for process in descendants(PROCESSES[kind])} for kind in PROCESSES}
@@ -190,10 +245,7 @@ class Ground:
 
 
 async def until(look: Callable[[], Awaitable[Any]], what: str, seconds: float = WAIT_S) -> Any:
-    """Call ``look`` until it returns something true, and return that. An error of the service counts as not yet.
-
-    Raises AssertionError after so many seconds; ``what`` says what was waited for.
-    """
+    """Call ``look`` until it returns something true, and return that. An error of the service counts as not yet."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while True:
@@ -213,7 +265,7 @@ def ground(folder: Path, replicas: int = REPLICAS, **overrides: dict[str, Any]) 
 
 
 def settings(folder: Path, replicas: int) -> dict[str, dict[str, Any]]:
-    """What differs from the shipped CPU deployment: model and log lie below ``folder``, parts are small."""
+    """Return what differs from the shipped CPU deployment: model and log below ``folder``, small parts."""
     return {
         "model": {"path": folder / "tiny-qwen3"},
         "engine": {"admission_limit": 256},
@@ -245,8 +297,7 @@ class Case:
     name: str
     fault: Callable[[Ground], Awaitable[None]]
     """Breaks something and returns when it is up to the service to recover; raises if the service did wrong."""
-    concurrency: int = CONCURRENCY
-    """Rollouts that are under way at any time; 0: none."""
+    concurrency: int = CONCURRENCY  # rollouts that are under way at any time; 0: none
     ground: MakesGround = ground
     """What it happens to, made in an empty folder and with further settings. Cases in a row with the same share it, as
     long as it lives. Raises Skipped."""

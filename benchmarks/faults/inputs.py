@@ -36,7 +36,6 @@ class NotRefused(Exception):
 
 
 def input_cases() -> Iterator[Case]:
-    """What trainers do wrong."""
     yield Case("a flipped byte in a part", flipped_part)
     yield Case("parts twice, late and out of order", shuffled_parts)
     yield Case("a part of another version", part_of_another_version)
@@ -90,18 +89,16 @@ def without(*parts: str) -> Callable[[Weights], Weights]:
 
 
 def adding_unknown(weights: Weights) -> Weights:
-    """One tensor too many."""
     return {**weights, "model.layers.0.mlp.side_proj.weight": torch.zeros(128, 128, dtype=torch.bfloat16)}
 
 
 def reshaping(weights: Weights) -> Weights:
-    """One tensor transposed."""
     name = LAYER + "mlp.up_proj.weight"
     return {**weights, name: weights[name].T.contiguous()}
 
 
 def setting(value: float) -> Callable[[Weights], Weights]:
-    """One weight that is no number."""
+    """Set one weight to no number."""
 
     def damage(weights: Weights) -> Weights:
         weights[LAYER + "mlp.up_proj.weight"][3, 5] = value
@@ -119,7 +116,7 @@ async def wrong_dtype(ground: Ground) -> None:
 
 
 async def flipped_part(ground: Ground) -> None:
-    """One bit of a part changed on the way; sent again it is taken."""
+    """Change one bit of a part on the way; sent again it is taken."""
     version = ground.committed + 1
     part = (await begin_parts(ground, version))[0]
     damaged = bytes(part.data[:100]) + bytes([part.data[100] ^ 1]) + bytes(part.data[101:])
@@ -129,7 +126,7 @@ async def flipped_part(ground: Ground) -> None:
 
 
 async def shuffled_parts(ground: Ground) -> None:
-    """All parts twice, the last first."""
+    """Send all parts twice, the last first."""
     version = ground.committed + 1
     parts = await begin_parts(ground, version)
     await send_parts(ground, version, [*reversed(parts), *parts])
@@ -234,6 +231,6 @@ async def corrupted_delta(ground: Ground) -> None:
 
 
 async def ten_updates(ground: Ground) -> None:
-    """One right after the other, without waiting for replicas."""
+    """Push one right after the other, without waiting for replicas."""
     for _ in range(10):
         await ground.push(ground.committed + 1, wait="none")

@@ -22,11 +22,9 @@ from rollout_service.store.log import WeightLog
 from tests.support.moments import MomentMissed, has_mapped, has_open, has_open_memory, resume, stop_at, wait_for
 from tests.support.telltale import assert_pure
 
-ATTEMPTS = 10
-"""Versions pushed until a moment is hit."""
+ATTEMPTS = 10  # versions pushed until a moment is hit
 MOMENT_S, COMMIT_S = 3.0, 60.0
-LONG, BATCH = 450, 12
-"""Tokens and rollouts."""
+LONG, BATCH = 450, 12  # tokens and rollouts
 
 
 def kill_cases() -> Iterator[Case]:
@@ -188,21 +186,15 @@ class Aim:
     """Whom to stop in which state, and whom to kill then."""
 
     stopped: psutil.Process
-    begins: Callable[[], bool]
-    """From when on it is worth while to look closely."""
+    begins: Callable[[], bool]  # from when on it is worth while to look closely
     reached: Callable[[], bool]
     victim: psutil.Process
-    told: str
-    """What is known of the moment, if it is hit."""
-    unanswered: bool = False
-    """The push must not have been answered by then."""
+    told: str  # what is known of the moment, if it is hit
+    unanswered: bool = False  # the push must not have been answered by then
 
 
 async def kill_at(ground: Ground, victim: str, aim_at: Callable[[int], Aim]) -> None:
-    """Push versions until one's moment is hit, kill in it, and push on until that version is committed.
-
-    Raises MomentMissed after ``ATTEMPTS`` versions.
-    """
+    """Push versions until one's moment is hit, kill in it, and push on until that version is committed."""
     for _ in range(ATTEMPTS):
         version = ground.committed + 1
         aim = aim_at(version)
@@ -231,7 +223,6 @@ def _strike(aim: Aim, pushing: asyncio.Task[None]) -> bool:
 
 
 def newest(ground: Ground) -> int:
-    """What LATEST says."""
     head = WeightLog(ground.log).head()
     return -1 if head is None else head.version
 

@@ -6,38 +6,27 @@ from typing import Any
 
 from benchmarks.faults.adapters import adapter_cases
 from benchmarks.faults.broadcasts import broadcast_cases
-from benchmarks.faults.disk import disk_cases
-from benchmarks.faults.files import file_cases
 from benchmarks.faults.ground import Case, Skipped
 from benchmarks.faults.inputs import input_cases
 from benchmarks.faults.kills import kill_cases
+from benchmarks.faults.lifecycle import fleet_cases, term_cases
 from benchmarks.faults.nodes import node_cases
 from benchmarks.faults.outcome import Outcome, run_case
-from benchmarks.faults.scale import scale_cases
-from benchmarks.faults.terms import only_replica_cases, term_cases
+from benchmarks.faults.storage import storage_cases
+
+MAKERS = kill_cases, term_cases, input_cases, broadcast_cases, storage_cases, adapter_cases, fleet_cases, node_cases
 
 
 def all_cases() -> Iterator[Case]:
-    """The matrix. A case that needs another service than its neighbours names its ``ground``."""
-    yield from kill_cases()
-    yield from term_cases()
-    yield from input_cases()
-    yield from broadcast_cases()
-    yield from file_cases()
-    yield from disk_cases()
-    yield from adapter_cases()
-    yield from only_replica_cases()
-    yield from scale_cases()
-    yield from node_cases()
+    """Yield the matrix. A case that needs another service than its neighbours names its ``ground``."""
+    for make in MAKERS:
+        yield from make()
 
 
 async def run(
-    folder: Path,
-    cases: list[Case],
-    say: Callable[[Outcome], None],
-    settings: dict[str, dict[str, Any]] | None = None,
+    folder: Path, cases: list[Case], say: Callable[[Outcome], None], settings: dict[str, dict[str, Any]] | None = None
 ) -> list[Outcome]:
-    """All cases, those in a row with the same ground on one service as long as it survives them.
+    """Run all cases, those in a row with the same ground on one service as long as it survives them.
 
     ``settings``: laid over those of each service.
     """
@@ -50,13 +39,14 @@ async def run(
 
     while len(outcomes) < len(cases):
         first = cases[len(outcomes)]
+        place = folder / str(len(outcomes))
         if first.apart is not None:
-            tell(await first.apart(folder / str(len(outcomes)), **settings))
+            tell(await first.apart(place, **settings))
             continue
         try:
-            async with first.ground(folder / str(len(outcomes)), **settings) as place:
+            async with first.ground(place, **settings) as ground:
                 while len(outcomes) < len(cases) and _shares(first, cases[len(outcomes)]):
-                    tell(await run_case(place, cases[len(outcomes)]))
+                    tell(await run_case(ground, cases[len(outcomes)]))
                     if outcomes[-1].recover_s is None:
                         break  # the next case starts on new ground
         except Skipped as error:

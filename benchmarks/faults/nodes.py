@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.ground import Case, Ground, Skipped, processes
+from benchmarks.faults.ground import CONCURRENCY, Case, Ground, Skipped, load, processes
 from benchmarks.faults.kills import Aim, kill_at, push_until_committed
-from benchmarks.faults.load import CONCURRENCY, load
 from benchmarks.faults.outcome import RECOVERY_S, Outcome
 from rollout_service.client import RolloutClient
 from rollout_service.store.log import WeightLog
@@ -31,10 +30,8 @@ from tests.support.two_nodes import HEAD, Nodes, service_on_two_nodes
 KILLED = "kill a node without the log, generating"
 DRAINED = "drain a node without the log, generating"
 COPYING = "kill ingest, a node without the log copies the version"
-FIRST, SECOND = "second", "third"
-"""Nodes beside the head, one after the other."""
-NOTICE_S = 300
-"""Between the drain of a node and its end; an engine starts in less."""
+FIRST, SECOND = "second", "third"  # nodes beside the head, one after the other
+NOTICE_S = 300  # between the drain of a node and its end; an engine starts in less
 
 
 @dataclass
@@ -46,7 +43,6 @@ class NodesOutcome(Outcome):
 
 
 def node_cases() -> Iterator[Case]:
-    """Each on a cluster of its own."""
     for name in (KILLED, DRAINED, COPYING):
         yield Case(name, on_the_common_ground, apart=partial(run_apart, name))
 
@@ -57,7 +53,7 @@ async def on_the_common_ground(_: Ground) -> None:
 
 
 async def run_apart(name: str, folder: Path, **settings: dict[str, Any]) -> NodesOutcome:
-    """What the case of that name finds below ``folder``, in a process of its own. Raises RuntimeError if that fails."""
+    """Run the case of that name below ``folder``, in a process of its own. Raises RuntimeError if that fails."""
     with tempfile.TemporaryDirectory(prefix="ray-") as ray_folder:  # short: sockets lie in it
         process = await asyncio.create_subprocess_exec(
             # Ray notes a cluster's address there, where any other ray.init() on this machine would find it
@@ -72,7 +68,7 @@ async def run_apart(name: str, folder: Path, **settings: dict[str, Any]) -> Node
 
 
 async def two_nodes(folder: Path, name: str, settings: dict[str, dict[str, Any]]) -> NodesOutcome:
-    """One of the cases, under load."""
+    """Run one of the cases, under load."""
     outcome = NodesOutcome(name)
     fault = {KILLED: _kill_and_replace, DRAINED: _drain_and_replace, COPYING: _kill_ingest_copying}[name]
     with service_on_two_nodes(folder, FIRST, settings) as (service, nodes):

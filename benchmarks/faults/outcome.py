@@ -6,15 +6,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from benchmarks.common.results import Json
-from benchmarks.faults.ground import Case, Ground
-from benchmarks.faults.load import Load, load
+from benchmarks.faults.ground import Case, Ground, Load, load
 
-STEADY_S = 1.5
-"""Load before the fault."""
-EASE_S = 3.0
-"""Full load goes on so long after the fault."""
-RECOVERY_S = 180.0
-"""After which a case counts as not survived."""
+STEADY_S = 1.5  # load before the fault
+EASE_S = 3.0  # full load goes on so long after the fault
+RECOVERY_S = 180.0  # after which a case counts as not survived
 
 
 @dataclass
@@ -30,13 +26,10 @@ class Outcome:
     rollouts: int = 0
     kept_tokens: int = 0
     """Tokens that read keys and values of older versions than their own; 0 if every version drops the KV cache."""
-    outage_s: float | None = None
-    """How long nobody was served, where the case measures it."""
+    outage_s: float | None = None  # how long nobody was served, where the case measures it
     engine_start_s: float | None = None
-    notes: list[str] = field(default_factory=list)
-    """What proves the moment of the fault, and what went wrong."""
-    skipped: str = ""
-    """Why this machine cannot run it; nothing was shown then."""
+    notes: list[str] = field(default_factory=list)  # what proves the moment of the fault, and what went wrong
+    skipped: str = ""  # why this machine cannot run it; nothing was shown then
 
     async def count(self, place: Ground, rollouts: Load) -> None:
         """Fill in what came of the rollouts, what the case noted, and whether the newest version is lost."""

@@ -32,7 +32,7 @@ def marked_updates() -> Iterator[None]:
 
 
 def staged_name(version: str | int) -> str:
-    """Of the memory that is open while a version is staged and not loaded."""
+    """Name the memory that is open while a version is staged and not loaded."""
     return f"staged-version-{version}"
 
 

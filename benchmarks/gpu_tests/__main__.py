@@ -43,7 +43,7 @@ class Recorder:
             self._write(self.content())
 
     def content(self) -> dict[str, Any]:
-        """What a result file says: of tests that have ended. Several may run at once, and be cut off."""
+        """Return the result of the tests that have ended. Several may run at once, and be cut off."""
         cases = [case for name, case in self._cases.items() if name in self._ended]
         counts = {outcome: sum(case["outcome"] == outcome for case in cases) for outcome in OUTCOMES}
         return counts | {"tests": cases}

@@ -1,12 +1,12 @@
 """How far an engine's logprobs are from a trainer's of the same weights, by the arithmetic that both use.
 
     python -m benchmarks.mismatch.logprobs [--model qwen3] [--engine bf16 --engine fp8_block …]
+    python -m benchmarks.mismatch.logprobs --report        the tables of docs/numerics.md, of all machines
 
-Small models trained on the spot (``repeating.py``), and by name ``qwen3_30b_a3b``: two layers of that model's shapes
-with random weights. Each engine samples ``--prompts`` sequences; forward passes of trainers with the unquantized
-weights score the same tokens, and the formulas are those of ``rollout_service.correction``. A row's ``engine`` names
-the engine, and after it the trainer where that is not one in fp32. Each row is written as soon as it is measured, in
-place of an earlier one of the same model and engine.
+Small models are trained on the spot to repeat what they have read, which takes attention. By name, ``qwen3_30b_a3b``
+is two layers of that model's shapes with random weights. Each engine samples 128 sequences, and trainers with the
+unquantized weights score the same tokens, by the formulas of ``rollout_service.correction``. A row's ``engine`` names
+the engine, and after it the trainer where that is not one in fp32. Each row is written as soon as it is measured.
 
 Trainers:
 
@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
 from rich.console import Console
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
@@ -41,9 +40,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.engine import bare_engine, commit, load_version
+from benchmarks.common.marked import markdown_table, write_part
+from benchmarks.common.paths import PROJECT
 from benchmarks.common.results import Json
 from benchmarks.common.shapes import SHAPES, Shape
-from benchmarks.mismatch.repeating import PERIOD, repeating, train
 from examples.routing_replay import replayed
 from rollout_service.config import ServiceConfig
 from rollout_service.correction.metrics import mismatch_metrics
@@ -57,12 +57,22 @@ from rollout_service.quant.engine_roundings import engine_roundings
 from rollout_service.quant.fake_quant import Products, fake_quant
 from rollout_service.quant.forwards import Forwards
 from rollout_service.store.log import WeightLog
+from tests.support.models import FAMILIES
 
-RESULT = "mismatch_logprobs"
+PAGE, RESULT = PROJECT / "docs/numerics.md", "mismatch_logprobs"
+MACHINES = ("cpu-2-cores", "h200")
+NAMES = {
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "qwen3_30b_a3b": "30B-A3B, 2 layers, random",
+    "qwen2": "Qwen2",
+    "llama": "Llama, Mistral",  # the same layers
+}
 SAME = ("model", "engine")
-"""Fields in which two cases agree that measured the same."""
-BATCH = 16
-"""Sequences in a step of training, and in a forward pass."""
+STEPS, PROMPTS, TOKENS = 300, 128, 48  # of training; with a completion each; sampled for each prompt
+BATCH = 16  # sequences in a step of training, and in a forward pass
+PERIOD, TRAINED_TOKENS, FIRST_TOKEN = 16, 64, 8
+"""After so many tokens a sequence repeats itself; length of those trained on; ids below are special tokens."""
 PROMPT_SEED, CALIBRATION_SEED = 10**6, 2 * 10**6
 KV_CACHE_BYTES = 1 << 30
 GPU = torch.cuda.is_available()
@@ -115,8 +125,7 @@ BF16_CACHE: dict[str, Any] = {"kv_cache": {"dtype": "bfloat16"}}
 NOT_QUANTIZED: dict[str, Any] = BF16_CACHE | {"quant": {"weights": "none"}}
 COMPILED: dict[str, Any] = {"enforce_eager": False, "cuda_graph_sizes": [8]}
 ON_A_GPU = (Engine.BF16_COMPILED, Engine.FP8_COMPILED, Engine.FP8_NOT_COMPILED)
-ROUTED = (Engine.BF16, Engine.FP8, Engine.BF16_COMPILED, Engine.FP8_COMPILED)
-"""Those whose experts a trainer replays."""
+ROUTED = (Engine.BF16, Engine.FP8, Engine.BF16_COMPILED, Engine.FP8_COMPILED)  # those whose experts a trainer replays
 SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
     Engine.BF16: NOT_QUANTIZED,
     Engine.BF16_FP32_HEAD: NOT_QUANTIZED | {"engine": {"lm_head": "float32"}},
@@ -130,7 +139,7 @@ SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
     Engine.FP8_COMPILED: BF16_CACHE | {"engine": COMPILED},
     Engine.FP8_NOT_COMPILED: BF16_CACHE | {"engine": COMPILED | {"extra": {"compilation_config": {"mode": 0}}}},
 }
-TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
+TRAINERS: dict[Engine, tuple[Trainer, ...]] = {  # of engines that are not here, the one in fp32 alone
     Engine.BF16: (
         Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE, Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED,
         Trainer.AS_ENGINE_REPLAYED,
@@ -146,7 +155,6 @@ TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
     Engine.FP8_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT, Trainer.FAKE_QUANT_REPLAYED),
     Engine.FP8_NOT_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT),
 }  # fmt: skip
-"""Of engines that are not here, the one in fp32 alone."""
 OTHER_PRODUCTS: dict[Trainer, Products] = {Trainer.FAKE_QUANT_IN_FP32: "fp32", Trainer.FAKE_QUANT_IN_BF16: "bf16"}
 REPLAYED = {
     Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED, Trainer.AS_ENGINE_REPLAYED, Trainer.FAKE_QUANT_REPLAYED,
@@ -154,38 +162,24 @@ REPLAYED = {
 MIXTURES = (Model.QWEN3_MOE, Model.QWEN3_30B_A3B)
 
 
-def of_this_machine() -> tuple[Engine, ...]:
-    """Engines that this machine can run."""
-    return tuple(each for each in Engine if GPU or each not in ON_A_GPU)
-
-
 class SampleOptions(Options):
-    """Models and samples."""
+    """Models and engines."""
 
     model: tuple[Model, ...] = (Model.QWEN3, Model.QWEN3_MOE)
     """May be repeated; of qwen3_30b_a3b, ``bf16`` and ``fp8_block`` and both compiled are what is wanted."""
-    engine: tuple[Engine, ...] = Field(default_factory=of_this_machine)
+    engine: tuple[Engine, ...] = tuple(each for each in Engine if GPU or each not in ON_A_GPU)
     """May be repeated; all that this machine has."""
-    steps: int = 300
-    """Of training."""
-    prompts: int = 128
-    """One completion is sampled of each."""
-    tokens: int = 48
-    """Sampled for each prompt."""
     jobs: int = 6 if GPU else 1
     """Engines at once."""
+    report: bool = False
+    """Measure nothing: write the tables of docs/numerics.md."""
 
 
-Sampled = list[tuple[list[int], Completion]]
-"""Prompts and completions."""
+Sampled = list[tuple[list[int], Completion]]  # prompts and completions
 
 
 def mismatch(model: str, engine: str, scored: torch.Tensor, sampled: torch.Tensor) -> Json:
-    """Return a case from logprobs [completions, tokens] of the same tokens: the trainer's, and the engine's.
-
-    In nats a token, with lr = trainer − engine: ``k1`` is the mean of −lr, ``k3`` of exp(lr) − 1 − lr, and
-    ``prob_error`` of exp |lr|. ``nll`` is of the sampled tokens by the trainer: how sure the model is.
-    """
+    """Return a case from logprobs [completions, tokens] of the same tokens: the trainer's, and the engine's."""
     metrics = mismatch_metrics(compare(scored, sampled, torch.ones_like(sampled, dtype=torch.bool)))
     return {
         "model": model,
@@ -226,28 +220,25 @@ def routes(model: PreTrainedModel, sampled: Sampled) -> Iterator[None]:
 
 
 def measured_scales(model: PreTrainedModel) -> dict[str, float]:
-    """Of q, k and v of each layer, as a trainer measures them on sequences like those that are sampled."""
+    """Return scales of q, k and v of each layer, measured on sequences like those that are sampled."""
     with torch.no_grad(), observe_qkv(model) as observation:
         for seed in range(CALIBRATION_SEED, CALIBRATION_SEED + 8):
             model(repeating(8, seed).to(model.device))
     return observation.scales().named()
 
 
-def sample(config: ServiceConfig, options: SampleOptions, kv_scales: dict[str, float] | None) -> Sampled:
-    """One completion of each prompt, by an engine that this process starts.
-
-    ``kv_scales``: a version 1 of the model has them.
-    """
+def sample(config: ServiceConfig, kv_scales: dict[str, float] | None) -> Sampled:
+    """Sample one completion of each prompt, by an engine that this process starts."""
 
     async def sampled() -> Sampled:
         again = BeginUpload(version=1, source=PathSource(path=config.model.path), kv_scales=kv_scales)
         version = await commit(config, *([] if kv_scales is None else [again]))
         sampling = Sampling(
-            max_tokens=options.tokens,
+            max_tokens=TOKENS,
             ignore_eos=True,
             routed_experts_prompt_start=0 if config.engine.return_routed_experts else None,
         )
-        prompts = repeating(options.prompts, PROMPT_SEED, tokens=PERIOD + 4).tolist()
+        prompts = repeating(PROMPTS, PROMPT_SEED, tokens=PERIOD + 4).tolist()
         # this process has used the GPU, so the engine's cannot be forked; no kernel of DeepGEMM is compiled ahead
         environment = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_DEEP_GEMM_WARMUP": "skip"} if GPU else {}
         # nothing is measured: others may use the GPU meanwhile
@@ -271,7 +262,7 @@ class Trained:
         self.bf16 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(DEVICE)
 
     def cases(self, engine: Engine, config: ServiceConfig, sampled: Sampled) -> Iterator[Json]:
-        """Of each trainer of that engine, that this model and machine have."""
+        """Yield a case of each trainer of that engine that this model and machine have."""
         logprobs = torch.tensor([completion.logprobs for _, completion in sampled])
         for trainer in TRAINERS.get(engine, (Trainer.FP32,)):
             if trainer in REPLAYED and not config.engine.return_routed_experts:
@@ -302,7 +293,7 @@ class Trained:
 
 
 def recipe_of(config: ServiceConfig) -> TrainerRecipe:
-    """What the ingest of a service with that configuration tells its trainer."""
+    """Return what the ingest of a service with that configuration tells its trainer."""
     model = ServedModel.load(config.model.path)
     plan = model.plan(config.quant)
     return TrainerRecipe(
@@ -314,7 +305,7 @@ def recipe_of(config: ServiceConfig) -> TrainerRecipe:
 
 
 def config_of(model: Model, folder: Path, engine: Engine) -> ServiceConfig:
-    """Of an engine with that arithmetic; the model lies in ``folder``, beside which versions are written."""
+    """Return the configuration of an engine with that arithmetic; versions are written beside ``folder``."""
     settings: dict[str, Any] = {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
     if GPU:
         settings["return_routed_experts"] = engine in ROUTED and model in MIXTURES
@@ -329,10 +320,36 @@ def config_of(model: Model, folder: Path, engine: Engine) -> ServiceConfig:
     )
 
 
-def make(model: Model, folder: Path, options: SampleOptions) -> float | None:
+def repeating(count: int, seed: int, tokens: int = TRAINED_TOKENS) -> torch.Tensor:
+    """Return sequences [count, tokens] that repeat their first tokens over and over."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(FIRST_TOKEN, 128, (count, PERIOD), generator=generator)
+    return start.repeat(1, -(-tokens // PERIOD))[:, :tokens]
+
+
+def train(family: str, folder: Path) -> float:
+    """Save a model of the family in BF16 after ``STEPS`` of AdamW; return its last loss in nats a token."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # small matrices: a second thread waits more than it works
+    shape = FAMILIES[family]()
+    one_by_one = {"experts_implementation": "eager"} if GPU and hasattr(shape, "num_experts") else {}
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, **one_by_one).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss = torch.zeros(())
+    for step in range(STEPS):
+        sequences = repeating(BATCH, step).to(DEVICE)
+        loss = model(sequences, labels=sequences).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.to("cpu", torch.bfloat16).save_pretrained(folder)
+    return float(loss)
+
+
+def make(model: Model, folder: Path) -> float | None:
     """Save the model in ``folder``; returns the last loss of its training, None of one that is not trained."""
     if model != Model.QWEN3_30B_A3B:
-        return train(model, folder, options.steps, BATCH, DEVICE)
+        return train(model, folder)
     if not GPU:
         raise ValueError(f"--model {model} has 1.3 billion parameters, which a GPU is wanted for")
     smaller = {"num_hidden_layers": 2, "vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2}
@@ -344,23 +361,41 @@ def make(model: Model, folder: Path, options: SampleOptions) -> float | None:
     return None
 
 
+def table(cases: list[Json]) -> str:
+    """Return a line for each engine with its trainer, and each model's k3."""
+    models = [model for model in NAMES if any(case["model"] == model for case in cases)]
+    k3 = {(case["engine"], case["model"]): f"{case['k3']:.1e}" if case["k3"] else "0" for case in cases}
+    rows = [
+        [engine, *(k3.get((engine, model), "") for model in models)] for engine in dict.fromkeys(each for each, _ in k3)
+    ]
+    return markdown_table(["engine, trainer", *(NAMES[model] for model in models)], rows)
+
+
+def report() -> None:
+    """Write the tables of all machines."""
+    for machine in MACHINES:
+        cases = sorted(results.cases(RESULT, machine_name=machine), key=lambda case: str(case["engine"]))
+        write_part(PAGE, f"python -m benchmarks.mismatch.logprobs --report: {machine}", table(cases))
+
+
 def main(options: SampleOptions) -> None:
-    """Measure, and add the cases to benchmarks/results/<machine>/mismatch_logprobs.json."""
+    """Measure, and add the cases to benchmarks/results/<machine>/mismatch_logprobs.json; or report."""
+    if options.report:
+        report()
+        return
     console, failed = Console(), list[BaseException]()
     spawned = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as root, ProcessPoolExecutor(options.jobs, spawned) as pool:
         for model in options.model:
             folder = Path(root) / model
-            loss = make(model, folder, options)
+            loss = make(model, folder)
             trained = Trained(model, folder)
             console.log(f"{model}: made, {'random' if loss is None else f'{loss:.3f} nats a token'}")
             configs = {engine: config_of(model, folder, engine) for engine in options.engine}
             scales = dict[Engine, dict[str, float]]()
             if Engine.FP8KV_MEASURED in configs:
                 scales[Engine.FP8KV_MEASURED] = measured_scales(trained.fp32)
-            sampling = {
-                pool.submit(sample, config, options, scales.get(engine)): engine for engine, config in configs.items()
-            }
+            sampling = {pool.submit(sample, config, scales.get(engine)): engine for engine, config in configs.items()}
             for future in as_completed(sampling):
                 engine = sampling[future]
                 if (error := future.exception()) is not None:
@@ -368,8 +403,8 @@ def main(options: SampleOptions) -> None:
                     failed.append(error)
                     continue
                 for case in trained.cases(engine, configs[engine], future.result()):
-                    trained_for = 0 if loss is None else options.steps
-                    of_model = {"steps": trained_for, "prompts": options.prompts, "loss": loss}
+                    trained_for = 0 if loss is None else STEPS
+                    of_model = {"steps": trained_for, "prompts": PROMPTS, "loss": loss}
                     results.add(RESULT, [case | of_model], SAME)
     if failed:
         raise BaseExceptionGroup(f"{len(failed)} engines failed; the others' rows are written", failed)

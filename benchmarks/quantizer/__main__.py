@@ -1,4 +1,4 @@
-"""How near the quantizer comes to memory speed: against a plain copy, a simple kernel, torch, and vLLM's own.
+"""How near the quantizer comes to memory speed: against a plain copy, a simple kernel, and vLLM's own.
 
     python -m benchmarks.quantizer          on the GPU where there is one, else on the CPU
 
@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.common import results
 from benchmarks.common.command import run
-from benchmarks.common.random_weights import gaussian
 from benchmarks.common.results import Json
+from benchmarks.common.shapes import gaussian
 from benchmarks.common.timing import copy_seconds, event_seconds, wall_seconds
-from rollout_service.quant.blockwise import CODES, quantize_blockwise
+from rollout_service.quant.blockwise import quantize_blockwise
 from rollout_service.quant.formats import FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 
 BYTES_A_WEIGHT = 3
@@ -49,32 +49,19 @@ MODELS = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_30B_A3B}
 Quantize = Callable[[torch.Tensor], Any]
 
 
-def eager(weight: torch.Tensor) -> Any:
-    """The formula in plain torch, without looking for NaN."""
-    rows, columns = weight.shape
-    blocks = weight.view(rows // 128, 128, columns // 128, 128).float()
-    scales = blocks.abs().amax((1, 3), keepdim=True).clamp_(1e-12) / 448
-    return (blocks / scales).to(CODES).view(rows, columns), scales.view(rows // 128, columns // 128)
-
-
 def vllm(weight: torch.Tensor) -> Any:
-    """What vLLM's online quantization calls."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     return per_block_cast_to_fp8(weight, [128, 128])
 
 
-# --- on a GPU
-
-
 def gpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Json]:
-    """Measure whole models."""
     for name, shapes in MODELS.items():
         yield from model_cases(name, shapes, copy_gb_s, repeats)
 
 
 def model_cases(name: str, shapes: Shapes, copy_gb_s: float, repeats: int) -> Iterator[Json]:
-    """All linear layers of a model: ours in one call, the others matrix by matrix."""
+    """Measure all linear layers of a model: ours in one call, the others matrix by matrix."""
     from benchmarks.quantizer.yardstick_kernel import yardstick
     from rollout_service.quant.cuda import GroupedQuantization
 
@@ -106,7 +93,6 @@ def model_cases(name: str, shapes: Shapes, copy_gb_s: float, repeats: int) -> It
 
     others: dict[str, Callable[[], Any]] = {
         "yardstick": by_yardstick,
-        "eager": lambda: [eager(w) and None for w in weights],
         "vllm": lambda: [vllm(w) and None for w in weights],
     }
     for kernel, call in others.items():
@@ -131,11 +117,8 @@ def carve(bucket: torch.Tensor, shapes: Shapes) -> Iterator[torch.Tensor]:
         offset += rows * columns
 
 
-# --- on the CPU
-
-
 def cpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Json]:
-    """Ours against the reference and vLLM's function, which is plain torch."""
+    """Measure ours against the reference and vLLM's function, which is plain torch."""
     from rollout_service.quant.cpu import quantize_blocks_cpu
 
     for shape in CPU_SHAPES:
@@ -153,13 +136,9 @@ def cpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Json]:
             yield case(f"{shape[0]}x{shape[1]}", kernel, moved, wall_seconds(call, repeats), copy_gb_s)
 
 
-# --- both
-
-
 def case(
     name: str, kernel: str, moved: int, seconds: list[float], copy_gb_s: float, extra: dict[str, float] | None = None
 ) -> Json:
-    """Return a case with the median's rate."""
     gb_s = moved / statistics.median(seconds) / 1e9
     ratio = gb_s / copy_gb_s
     return {"name": name, "kernel": kernel, "gb_s": gb_s, "ratio_to_copy": ratio, "seconds": seconds, **(extra or {})}

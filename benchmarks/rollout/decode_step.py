@@ -9,10 +9,9 @@ values in YAML, several joined by ``;``. The engine without differences is measu
 in processes of their own. With ``--together``, the others start at the same time and then take turns.
 ``compilation_config={}`` leaves out the kernels of ``rollout_service/engine/kernels``.
 
-For each engine: tokens/s; a step by the clock, from a short and a whole run; the CPU cores that its processes keep
-busy; its kernels by kind, recorded over ``--steps`` steps about the middle of a run; and the roofline of the same
-tokens (``benchmarks/rollout/roofline.py``). Each engine's figures are written as soon as they are there. An engine that
-fails or exceeds its time is left out.
+For each engine: tokens/s; a step by the clock, from a short and a whole run; its kernels by kind, recorded over 20
+steps about the middle of a run; and the roofline of the same tokens (``benchmarks/rollout/roofline.py``). An engine
+that fails or exceeds its time is left out.
 """
 
 import asyncio
@@ -22,33 +21,31 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.engine import bare_engine
-from benchmarks.common.gpu_limits import GpuLimits, gpu_limits
 from benchmarks.common.gpu_service import ENGINES_SHARE, EngineOptions, Mode, ModelOptions, fitting, settings_of
 from benchmarks.common.results import Json
 from benchmarks.common.shapes import write_config
 from benchmarks.common.step_profile import prepare, profiler_into, record
-from benchmarks.common.work import Work, WorkOptions
-from benchmarks.rollout.roofline import roofline
-from benchmarks.rollout.turns import SHORT, Sample, sampled
+from benchmarks.common.work import SHORT, Work, WorkOptions, sampled
+from benchmarks.rollout.roofline import GpuLimits, gpu_limits, roofline
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.model.served_model import ServedModel
 
 RESULT = "rollout_decode_step"
-SAME = ("model", "mode", "layers", "work", "engine", "tried")
+SAME = ("model", "mode", "work", "engine", "tried")
 _WARM_UP_TOKENS = 16
+STEPS = 20  # recorded of each engine
 
 
 class StepOptions(Options):
@@ -56,12 +53,8 @@ class StepOptions(Options):
 
     tried: tuple[str, ...] = ()
     """Settings of a further engine: ``argument=value; engine.setting=value; env.VARIABLE=value``. May be repeated."""
-    mode: Mode = Mode.FP8KV
-    """What is in FP8."""
     repeats: int = 2
     """Runs of each engine by the clock."""
-    steps: int = 20
-    """Recorded steps of each engine."""
     together: bool = False
     """Start the other engines at the same time; --kv-gb must be given and all must fit into the GPU's memory."""
     limit_s: float = 240.0
@@ -72,23 +65,16 @@ class StepOptions(Options):
 class Trial:
     """One engine."""
 
-    tried: str
-    """How its settings differ."""
-    settings: dict[str, Any]
-    """The service's configuration."""
-    arguments: dict[str, Any]
-    """Arguments of vLLM that replace the service's."""
+    tried: str  # how its settings differ
+    settings: dict[str, Any]  # the service's configuration
+    arguments: dict[str, Any]  # arguments of vLLM that replace the service's
     work: Work
     options: StepOptions
-    folder: Path
-    """For traces."""
+    folder: Path  # for traces
 
 
 def differences(tried: str) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-    """Return the service's engine settings, environment variables and vLLM's arguments that ``--tried`` names.
-
-    Raises ValueError for a part that is no ``name=value``.
-    """
+    """Return the service's engine settings, environment variables and vLLM's arguments that ``--tried`` names."""
     engine, env, arguments = dict[str, Any](), dict[str, str](), dict[str, Any]()
     for part in filter(None, map(str.strip, tried.split(";"))):
         name, equals, value = part.partition("=")
@@ -161,21 +147,17 @@ async def _measure_when_told(connection: Connection, trial: Trial) -> None:
 
 
 async def _measure(engine: EngineAdapter, trial: Trial) -> Json:
-    samples = list[Sample]()
-    with _cores_of_children() as cores:
-        for repeat in range(trial.options.repeats):
-            samples.append(
-                await sampled(
-                    trial.work,
-                    lambda prompt, how: engine.generate(uuid.uuid4().hex, tuple(prompt), how),
-                    str(repeat + 1),
-                )
-            )
+    samples = [
+        await sampled(
+            trial.work,
+            lambda prompt, how: engine.generate(uuid.uuid4().hex, tuple(prompt), how),
+            str(repeat + 1),
+        )
+        for repeat in range(trial.options.repeats)
+    ]
     return {
         "tokens_per_s": statistics.median(trial.work.tokens / sample.seconds for sample in samples),
         "step_ms": statistics.median(sample.step_ms for sample in samples),
-        "fixed_s": statistics.median(sample.fixed_s for sample in samples),
-        "cores_busy": cores,
         "samples": [asdict(sample) for sample in samples],
         "profile": await _profile(engine, trial),
     }
@@ -193,9 +175,9 @@ async def _profile(engine: EngineAdapter, trial: Trial) -> Json:
     await prepare(engine)  # after the runs by the clock, which it could slow down
     running = asyncio.create_task(_generate(engine, work, work.out))
     try:
-        while own() < middle(work.out) - trial.options.steps / 2 and not running.done():
+        while own() < middle(work.out) - STEPS / 2 and not running.done():
             await asyncio.sleep(0.005)
-        found = await record(engine, trial.options.steps, trial.folder, seconds=60)
+        found = await record(engine, STEPS, trial.folder, seconds=60)
         return found | {"own_tokens_at_end": own()}
     finally:
         running.cancel()
@@ -204,10 +186,7 @@ async def _profile(engine: EngineAdapter, trial: Trial) -> Json:
 
 
 def own_tokens(pages: float, prompts: list[int], sequences: int, block: int) -> float:
-    """Return a sequence's mean tokens beyond its prompt, from the used pages of the KV cache.
-
-    Sequences of a prompt share its full pages but the last, and half of a sequence's last page is unused.
-    """
+    """Return a sequence's mean tokens beyond its prompt, from the used pages of the KV cache."""
     shared = [(length - 1) // block for length in prompts]
     rest = sum(length - block * full for length, full in zip(prompts, shared, strict=True)) / len(prompts)
     return block * (pages - sum(shared)) / sequences - block / 2 - rest
@@ -223,19 +202,6 @@ async def _generate(engine: EngineAdapter, work: Work, tokens: int) -> None:
 def middle(tokens: int) -> float:
     """Return a sequence's mean tokens over the steps that ``Sample.step_ms`` is about."""
     return (tokens // SHORT + tokens) / 2
-
-
-@contextmanager
-def _cores_of_children() -> Iterator[dict[str, float]]:
-    """Fill in, at the end, the CPU seconds per second of this process and of its children."""
-    cores, began = dict[str, float](), time.perf_counter()
-    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    before = [sum(process.cpu_times()[:2]) for process in processes]
-    yield cores
-    seconds = time.perf_counter() - began
-    for number, (process, used) in enumerate(zip(processes, before, strict=True)):
-        name = "frontend" if number == 0 else f"{number} {' '.join(process.cmdline())[:40]}"
-        cores[name] = round((sum(process.cpu_times()[:2]) - used) / seconds, 2)
 
 
 def measure_all(trials: list[Trial]) -> Iterator[tuple[Trial, Json]]:
@@ -263,11 +229,11 @@ def _try(call: Any) -> Json:
     return found
 
 
-def compare(found: Json, limits: GpuLimits, model: ServedModel, mode: Mode, work: WorkOptions) -> Json:
+def compare(found: Json, limits: GpuLimits, model: ServedModel, work: WorkOptions) -> Json:
     """Return the figures with the roofline, the share of it, and the clock's time by the kernels'."""
     if "error" in found:
         return found
-    least = roofline(model, mode, work, middle(work.out), limits)
+    least = roofline(model, Mode.FP8KV, work, middle(work.out), limits)
     return found | {
         "clock_by_kernels": found["step_ms"] / found["profile"]["kernels_ms"],
         "limits": asdict(limits),
@@ -282,8 +248,8 @@ def main(model: ModelOptions, options: StepOptions, work: WorkOptions, engine: E
     base = fitting(work) | engine.settings(work.sequences)
     with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
         folder = Path(temporary)
-        path = write_config(model.model, folder / model.model, model.layers)
-        common: Json = {"model": path.name, "mode": options.mode, "layers": model.layers}
+        path = write_config(model.model, folder / model.model)
+        common: Json = {"model": path.name, "mode": Mode.FP8KV}
         common |= {"work": work.as_json(), "engine": base}
         trials = []
         tried = ["", *options.tried]
@@ -292,11 +258,11 @@ def main(model: ModelOptions, options: StepOptions, work: WorkOptions, engine: E
         for number, each in enumerate(tried):
             own, env, arguments = differences(each)
             (traces := folder / f"traces-{number}").mkdir()
-            settings = settings_of(options.mode, path, folder, base | {"env": env} | own)
+            settings = settings_of(Mode.FP8KV, path, folder, base | {"env": env} | own)
             trials.append(Trial(each, settings, arguments, work.make(), options, traces))
         served = ServedModel.load(path)
         for trial, measured in measure_all(trials):
-            found = compare(measured, limits, served, options.mode, work)
+            found = compare(measured, limits, served, work)
             case = common | {"tried": trial.tried} | found
             results.add(RESULT, [case], SAME)
 

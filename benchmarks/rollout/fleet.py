@@ -40,13 +40,10 @@ from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 
 SAME = ("model", "phase", "replicas", "tensor_parallel", "gpu_share", "rollouts", "prompt_tokens", "output_tokens")
-"""Fields in which two cases agree that measured the same."""
-GROUP = 16
-"""Completions of a prompt."""
+GROUP = 16  # completions of a prompt
 Requested = TypeVar("Requested")
 LOOK_S = 0.25
-KILL_PUSH_S = 5.0
-"""Between two pushes while replicas are killed."""
+KILL_PUSH_S = 5.0  # between two pushes while replicas are killed
 
 
 class Phase(StrEnum):
@@ -83,10 +80,8 @@ class Load:
 
     client: RolloutClient
     asked: FleetOptions
-    live: int = 0
-    """The version that every replica serves."""
-    done: list[tuple[float, int]] = field(default_factory=list)
-    """When a group was answered, and its tokens."""
+    live: int = 0  # the version that every replica serves
+    done: list[tuple[float, int]] = field(default_factory=list)  # when a group was answered, and its tokens
     prompts: list[list[int]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     stale: int = 0
@@ -127,11 +122,7 @@ async def rate_of_groups(
     replicas: int,
     adapters: Sequence[Requested],
 ) -> dict[str, Any]:
-    """Run all rollouts at once, several times; return the tokens/s.
-
-    ``run_group``: samples the completions of a prompt with an adapter, and returns the number of tokens. ``adapters``:
-    groups name them in turn.
-    """
+    """Run all rollouts at once, several times; return the tokens/s."""
     groups = replicas * asked.rollouts // GROUP
     rates = list[float]()
     every = prompts(asked, groups * (asked.repeats + 1))
@@ -150,10 +141,7 @@ async def rate_of_groups(
 async def measured_rate(
     client: RolloutClient, asked: RolloutOptions, replicas: int, adapters: Sequence[str | None] = (None,)
 ) -> dict[str, Any]:
-    """Run all rollouts through the service, several times; return the tokens/s and how groups were spread.
-
-    ``adapters``: the groups name them in turn; None: the model itself.
-    """
+    """Run all rollouts through the service, several times; return the tokens/s and how groups were spread."""
     by_replica = Counter[str]()
 
     async def run_group(prompt: list[int], adapter: str | None) -> int:
@@ -166,7 +154,6 @@ async def measured_rate(
 
 
 async def ready_replicas(client: RolloutClient) -> set[str]:
-    """Return the ids of the replicas that serve."""
     return {replica.replica_id for replica in (await client.fleet()).replicas if replica.state == "ready"}
 
 
@@ -244,7 +231,6 @@ def main(asked: FleetOptions) -> None:
 
 
 def _keep(asked: FleetOptions, phase: Phase, case: dict[str, Any]) -> None:
-    """Add a case to the result."""
     sizes = asked.model_dump(mode="json", include={*SAME} - {"phase"})
     sizes |= {"phase": phase.value} | ({"replicas": 1} if phase is Phase.ALONE else {})
     results.add("rollout_fleet", [sizes | case], SAME)

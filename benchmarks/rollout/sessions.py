@@ -26,20 +26,15 @@ from rollout_service.local import LocalService
 
 RESULT = "rollout_sessions"
 SAME = ("model", "side", "kv_cache", "work")
-"""Fields in which two cases agree that measured the same."""
-BLOCK = 64
-"""Number of tokens in a page of the KV cache."""
-TOKEN_IDS = range(5, 100)
-"""Token ids that every model here has."""
+BLOCK = 64  # number of tokens in a page of the KV cache
+TOKEN_IDS = range(5, 100)  # token ids that every model here has
 
 
 class Side(StrEnum):
     """What is compared."""
 
-    CALLS = "calls"
-    """Calls without session ids: vLLM alone decides."""
-    SESSIONS = "sessions"
-    """The same calls with session ids."""
+    CALLS = "calls"  # calls without session ids: vLLM alone decides
+    SESSIONS = "sessions"  # the same calls with session ids
 
 
 class AgentOptions(Options):
@@ -51,8 +46,6 @@ class AgentOptions(Options):
     """May be repeated. The figures of a side are written when it has ended."""
     kv_cache: Literal["drop", "keep"] = "drop"
     """weights.kv_cache_on_update."""
-    kv_offload_gib: float | None = None
-    """engine.kv_offload_gib; it needs ``--kv-cache keep``."""
     sessions: int = 64
     """Number of sessions, which all begin at once."""
     turns: int = 33
@@ -79,12 +72,10 @@ class AgentOptions(Options):
             "max_model_len": -(-(self.tokens + BLOCK) // BLOCK) * BLOCK,
             "max_num_seqs": self.sessions,
             "block_size": BLOCK,
-            "kv_offload_gib": self.kv_offload_gib,
             "extra": {"num_gpu_blocks_override": int(self.sessions * self.tokens / self.memory) // BLOCK},
         }
 
     def work(self) -> dict[str, Any]:
-        """Return the numbers of the run."""
         return self.model_dump(exclude={"small", "side", "kv_cache"}, exclude_none=True)
 
 
@@ -100,16 +91,12 @@ class Case:
     side: str
     kv_cache: str
     work: dict[str, Any]
-    kv_tokens: int = 0
-    """Tokens that the KV cache holds."""
+    kv_tokens: int = 0  # tokens that the KV cache holds
     seconds: float = 0.0
-    tokens: int = 0
-    """Tokens that the model made."""
+    tokens: int = 0  # tokens that the model made
     updates: int = 0
-    waits: list[float] = field(default_factory=list)
-    """Seconds from a turn's request to its first token."""
-    session_s: list[float] = field(default_factory=list)
-    """Duration of each session, in seconds."""
+    waits: list[float] = field(default_factory=list)  # seconds from a turn's request to its first token
+    session_s: list[float] = field(default_factory=list)  # duration of each session, in seconds
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures, without the wait of each turn."""

@@ -43,8 +43,7 @@ from benchmarks.common.gpu_service import (
     write_weights,
 )
 from benchmarks.common.shapes import write_config
-from benchmarks.common.work import WorkOptions
-from benchmarks.rollout.turns import Case, Generate, Made, take_turns
+from benchmarks.common.work import Case, Generate, Made, WorkOptions, take_turns
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.local import LocalService
@@ -52,8 +51,7 @@ from rollout_service.protocol.sampling import Sampling
 from rollout_service.store.log import WeightLog
 
 RESULT = "rollout_throughput"
-SAME = ("model", "mode", "side", "envelope_gb", "layers", "work", "engine")
-"""Fields in which two cases agree that measured the same."""
+SAME = ("model", "mode", "side", "envelope_gb", "work", "engine")
 
 
 class Side(StrEnum):
@@ -83,34 +81,23 @@ class SideOptions(Options):
 
     @property
     def both(self) -> bool:
-        """Whether the bare engine lives beside the service's."""
         return Side.BARE in self.side and len(set(self.side)) > 1
 
     def memory_share(self, of_all: float) -> float:
-        """Of the GPU's memory, for one engine: the envelope, or that much ``of_all`` that engines have."""
+        """Return one engine's share of the GPU's memory: the envelope, or that much ``of_all`` that engines have."""
         if self.envelope_gb is not None:
             return round(self.envelope_gb / (torch.cuda.get_device_properties(0).total_memory / 1e9), 4)
         return round(ENGINES_SHARE * of_all, 4)
 
 
 @dataclass(frozen=True)
-class Load:
-    """Work of one size, and the figures of each side with it."""
-
-    work: WorkOptions
-    cases: dict[str, Case]
-    """By side."""
-
-
-@dataclass(frozen=True)
 class Throughput:
-    """One mode of one model, and its loads."""
+    """One mode of one model: a load's work and each side's figures with it."""
 
     settings: Settings
-    loads: list[Load]
+    loads: list[tuple[WorkOptions, dict[str, Case]]]
     sides: SideOptions
-    common: dict[str, Any]
-    """Fields that the result gives every case."""
+    common: dict[str, Any]  # fields that the result gives every case
 
     async def alone(self) -> None:
         """Measure the bare engine, without a service."""
@@ -123,34 +110,23 @@ class Throughput:
             client = await stack.enter_async_context(RolloutClient(service.url))
             ways: dict[str, Generate] = {Side.HTTP: over_http(client)}
             if Side.BARE in self.sides.side:
-                beside = bare(self._beside(service.config), self.cases(Side.BARE))
+                share = self.sides.memory_share(1 - self.sides.service_share)
+                own = {"gpu_memory_utilization": share, "staging": self.sides.bare_staging}
+                own = {name: value for name, value in own.items() if value is not None}
+                engine = service.config.engine.model_copy(update=own)
+                beside = bare(service.config.model_copy(update={"engine": engine}), self.cases(Side.BARE))
                 ways[Side.BARE] = await stack.enter_async_context(beside)
             await self._take_turns(ways)
 
     def cases(self, side: Side) -> list[Case]:
         """Return the side's case of each load."""
-        return [load.cases[side] for load in self.loads]
+        return [cases[side] for _, cases in self.loads]
 
     async def _take_turns(self, ways: dict[str, Generate]) -> None:
-        for number, load in enumerate(self.loads):  # other prompts than before, which the prefix cache has
-            order = {side: ways[side] for side in load.cases}
-            await take_turns(load.work.make(seed=number), self.sides.repeats, order, load.cases)
-            self._keep(load)
-
-    def _beside(self, config: ServiceConfig) -> ServiceConfig:
-        """Of the bare engine, which has its own part of the GPU's memory."""
-        engine = config.engine.model_copy(
-            update={
-                "gpu_memory_utilization": self.sides.memory_share(1 - self.sides.service_share),
-                "staging": self.sides.bare_staging or config.engine.staging,
-            }
-        )
-        return config.model_copy(update={"engine": engine})
-
-    def _keep(self, load: Load) -> None:
-        """Add the load's cases to the result, in place of those that measured the same."""
-        common = self.common | {"work": load.work.as_json()}
-        results.add(RESULT, [case.as_json() | common for case in load.cases.values()], SAME)
+        for number, (work, cases) in enumerate(self.loads):  # other prompts than before, which the prefix cache has
+            await take_turns(work.make(seed=number), self.sides.repeats, {side: ways[side] for side in cases}, cases)
+            common = self.common | {"work": work.as_json()}
+            results.add(RESULT, [case.as_json() | common for case in cases.values()], SAME)
 
 
 @asynccontextmanager
@@ -185,7 +161,7 @@ def measure_served(each: Throughput, model: ModelOptions, path: Path) -> None:
     if not any(path.glob("*.safetensors")):
         write_weights(path)
     started = time.perf_counter()
-    with serving(each.settings, path.parent, model.verbose) as service:
+    with serving(each.settings, path.parent) as service:
         start_s = time.perf_counter() - started
         if model.free:
             remove_weights(path)
@@ -199,7 +175,6 @@ def main(model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: Eng
     engine_settings = engine.settings(work.sequences)
     common = {
         "run": datetime.now(UTC).isoformat(timespec="seconds"),
-        "layers": model.layers,
         "engine": engine_settings,
         "service_share": sides.service_share if sides.both else None,
         "bare_staging": sides.bare_staging,
@@ -208,12 +183,12 @@ def main(model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: Eng
     sizes = [work, *(work.model_copy(update={"groups": size, "n": 1}) for size in sides.tail)]
     measured = [side for side in Side if side in sides.side]
     with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
-        path = write_config(model.model, Path(temporary) / model.model, model.layers)
+        path = write_config(model.model, Path(temporary) / model.model)
         for mode in sides.mode:
             section = fitting(work) | engine_settings | {"gpu_memory_utilization": share}
             settings = settings_of(mode, path, path.parent, section)
             loads = [
-                Load(size, {side.value: Case(model.model, mode, side, sides.envelope_gb) for side in measured})
+                (size, {side.value: Case(model.model, mode, side, sides.envelope_gb) for side in measured})
                 for size in sizes
             ]
             each = Throughput(settings, loads, sides, common)

@@ -27,22 +27,18 @@ from benchmarks.common import results
 from benchmarks.common.command import run as run_command
 from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT
 from benchmarks.common.results import Json
-from benchmarks.faults.ground import Ground, settings
-from benchmarks.faults.load import Load, load
-from benchmarks.soak.diary import Diary
+from benchmarks.faults.ground import Ground, Load, load, settings
+from benchmarks.soak.account import Diary
+from benchmarks.soak.callers import Probe, Pusher
 from benchmarks.soak.engines import EngineStarts
-from benchmarks.soak.probe import Probe
-from benchmarks.soak.push import Pusher
 from benchmarks.soak.report import is_clean, told_of_blows, told_of_outages, told_of_starts, told_of_waits
-from benchmarks.soak.schedule import strikes
-from benchmarks.soak.strike import Blow, Striker, send
+from benchmarks.soak.strike import Blow, Striker, send, strikes
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService, running_service
 from tests.support.processes import MARK, gone, marked
 
 CALLERS = 6
-LAST_ANSWERS_S = 120.0
-"""What is not answered so long after the last strike was recovered from is lost."""
+LAST_ANSWERS_S = 120.0  # what is not answered so long after the last strike was recovered from is lost
 OUT = PROJECT / "out/soak"
 
 console = Console(soft_wrap=True)
@@ -134,7 +130,7 @@ def say(blow: Blow, diary: Diary, rollouts: Load) -> None:
 
 
 def run(seed: int, minutes: float, replicas: int, diary: Diary) -> Json | None:
-    """One run on a service of its own; None if it was interrupted."""
+    """Run once on a service of its own; return None if it was interrupted."""
     mark = uuid.uuid4().hex
     os.environ[MARK] = mark  # noqa: TID251 - every process below this one inherits it, and is known by it
     case: Json | None = None
@@ -159,10 +155,7 @@ def run(seed: int, minutes: float, replicas: int, diary: Diary) -> Json | None:
 
 
 def end_as_by_ctrl_c() -> None:
-    """SIGINT and SIGTERM end this process alike: what was started is stopped.
-
-    A shell that runs this in the background has it ignore SIGINT.
-    """
+    """SIGINT and SIGTERM end this process alike: what was started is stopped."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 

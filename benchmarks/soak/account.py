@@ -1,15 +1,39 @@
-"""What the run comes to: how long there was no service, and which versions were lost."""
+"""What happened in a run, how long there was no service, and which versions were lost."""
 
+import json
+import time
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+
+class Diary:
+    """A file of JSON objects, one a line, each written at once; times are seconds since the run began."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._stream, self._began = path, path.open("w", buffering=1), time.perf_counter()
+
+    def begin(self) -> None:
+        """The run begins now; what came before has times below 0."""
+        self._began = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def note(self, event: str, **fields: Any) -> None:
+        self._stream.write(json.dumps({"at_s": round(self.now(), 2), "event": event} | fields) + "\n")
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 @dataclass(frozen=True)
 class Outage:
     """A time in which no probe was answered."""
 
-    from_s: float
-    """Seconds after the beginning of the run."""
+    from_s: float  # seconds after the beginning of the run
     seconds: float
 
     @property
@@ -20,11 +44,7 @@ class Outage:
 
 @dataclass
 class Timeline:
-    """When probes were answered, in seconds after the beginning of the run.
-
-    There was service at the moment of each answer. The longest time without any is the longest gap between two of them,
-    or between one and the beginning or the end of the run.
-    """
+    """When probes were answered, in seconds after the beginning of the run."""
 
     answers: list[float] = field(default_factory=list)
 
@@ -33,16 +53,14 @@ class Timeline:
         self.answers.append(at_s)
 
     def gaps(self, ended_s: float) -> list[Outage]:
-        """Every gap of a run that began at 0, in the order of time."""
+        """Return every gap of a run that began at 0, in the order of time."""
         moments = [0.0, *sorted(at for at in self.answers if at <= ended_s), ended_s]
         return [Outage(before, after - before) for before, after in pairwise(moments)]
 
     def outages(self, ended_s: float, longer_than_s: float) -> list[Outage]:
-        """The gaps that are longer than ``longer_than_s``."""
         return [gap for gap in self.gaps(ended_s) if gap.seconds > longer_than_s]
 
     def longest(self, ended_s: float) -> Outage:
-        """The longest gap."""
         return max(self.gaps(ended_s), key=lambda gap: gap.seconds)
 
 
@@ -50,10 +68,8 @@ class Timeline:
 class Versions:
     """Versions that the service said were committed, held against the newest one in its log."""
 
-    committed: list[int] = field(default_factory=list)
-    """Those of which the trainer was told so, in that order."""
-    lost: set[int] = field(default_factory=set)
-    """Those that were newer than the log's newest at some time afterwards."""
+    committed: list[int] = field(default_factory=list)  # those of which the trainer was told so, in that order
+    lost: set[int] = field(default_factory=set)  # those that were newer than the log's newest at some time afterwards
 
     @property
     def newest(self) -> int:
@@ -61,7 +77,6 @@ class Versions:
         return max(self.committed, default=-1)
 
     def said(self, version: int) -> None:
-        """The trainer was told that ``version`` is committed."""
         self.committed.append(version)
 
     def found(self, newest: int) -> set[int]:

@@ -10,7 +10,7 @@ import httpx
 import psutil
 
 from benchmarks.faults.ground import ENGINE_PROCESSES
-from benchmarks.soak.diary import Diary
+from benchmarks.soak.account import Diary
 from benchmarks.soak.strike import victims
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
@@ -23,14 +23,11 @@ LOOK_S, ANSWER_S = 0.25, 2.0
 class EngineStart:
     """The start of one engine, in seconds after the beginning of the run."""
 
-    from_s: float
-    """When the replica's process was made."""
-    ready_s: float
-    """When the replica was ready."""
+    from_s: float  # when the replica's process was made
+    ready_s: float  # when the replica was ready
 
     @property
     def seconds(self) -> float:
-        """Return how long it took."""
         return self.ready_s - self.from_s
 
 
@@ -78,11 +75,7 @@ class EngineStarts:
         return made, running["replica"].keys() & with_cores
 
     def look(self, now_s: float, made: Mapping[int, float], ready: Collection[str], live: Collection[int]) -> None:
-        """Take in the replicas' processes, pid → when it was made, and the ids of those that are ready.
-
-        ``ready`` is empty while the ingest does not answer. ``live``: the pids of those whose processes all run. The
-        first look only notes what is there. The process that was seen first is the one that is ready first.
-        """
+        """Take in the replicas' processes, pid → when it was made, and the ids of those that are ready."""
         if self._ready is None:
             self._seen, self._ready = set(made), set(ready)
             return

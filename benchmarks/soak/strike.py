@@ -1,20 +1,64 @@
-"""Sends the signals, and waits until the service is whole again."""
+"""Draws which process gets which signal, sends the signals, and waits until the service is whole again."""
 
 import asyncio
 import contextlib
+import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 
-from benchmarks.soak.diary import Diary
-from benchmarks.soak.schedule import TITLES, Strike
+from benchmarks.soak.account import Diary
 from tests.support.processes import alive, titled
 
-BACK_S = 180.0
-"""After which a strike counts as one that the service did not recover from."""
+Signal = Literal["SIGKILL", "SIGTERM", "SIGSTOP"]
+
+TITLES = {  # what is struck → what is in its process's title, from its start on. Ray's own daemons are not among them.
+    "replica": "ServeReplica:rollout:engine",
+    "engine core": "VLLM::EngineCore",
+    "vllm worker": "VLLM::Worker",
+    "ingest": "ServeReplica:rollout:ingest",
+    "gateway": "ServeReplica:rollout:gateway",
+    "monitor": "ServeReplica:rollout:monitor",
+    "controller": "ray::ServeController",
+    "proxy": "ray::ProxyActor",
+}
+
+SIGNALS: tuple[Signal, ...] = ("SIGKILL", "SIGTERM", "SIGSTOP")
+LONGEST_PAUSE_S, LONGEST_STOP_S = 10.0, 30.0
+BACK_S = 180.0  # after which a strike counts as one that the service did not recover from
 LOOK_S = 0.2
+WAITS = 0.75  # share of the strikes after which the next one waits until the service is whole again
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One signal to one process."""
+
+    pause_s: float  # after the strike before, or after the service was whole again if that one ``waits``
+    victim: str  # a key of ``TITLES``
+    signal: Signal
+    stopped_s: float  # from a SIGSTOP to its SIGCONT; 0 for the other signals
+    pick: float  # in [0, 1): which of several processes of that kind
+    waits: bool  # whether the next strike waits until the service is whole again, or comes on top of this one
+
+
+def strikes(seed: int) -> Iterator[Strike]:
+    """Strikes without end, the same for the same seed."""
+    draw = random.Random(seed)
+    while True:
+        signal = draw.choice(SIGNALS)
+        stopped_s = draw.uniform(0.5, LONGEST_STOP_S)
+        yield Strike(
+            pause_s=draw.uniform(0, LONGEST_PAUSE_S),
+            victim=draw.choice(tuple(TITLES)),
+            signal=signal,
+            stopped_s=stopped_s if signal == "SIGSTOP" else 0.0,
+            pick=draw.random(),
+            waits=draw.random() < WAITS,
+        )
 
 
 @dataclass
@@ -23,14 +67,11 @@ class Blow:
 
     strike: Strike
     pid: int
-    at_s: float
-    """Seconds after the beginning of the run."""
+    at_s: float  # seconds after the beginning of the run
     whole_s: float | None = None
     """Seconds until the service was whole again, of a stop from its end on; None: never, or it was not waited for."""
-    waited: bool = False
-    """Whether it was waited until the service was whole."""
-    missing: str = ""
-    """What was not as it should be after ``BACK_S``."""
+    waited: bool = False  # whether it was waited until the service was whole
+    missing: str = ""  # what was not as it should be after ``BACK_S``
 
 
 class Striker:
@@ -44,7 +85,6 @@ class Striker:
         self.blows: list[Blow] = []
 
     async def run(self, strikes: Iterator[Strike], say: Callable[[Blow], None]) -> None:
-        """Until it is cancelled."""
         for strike in strikes:
             await asyncio.sleep(strike.pause_s)
             blow = await self.once(strike)
@@ -101,7 +141,6 @@ class Striker:
             self._diary.note("goes on", pid=process.pid)
 
     def let_all_go_on(self) -> None:
-        """No process stands still any more by a strike of this one."""
         for process in [*self._stopped]:
             self._let_go_on(process)
 
@@ -119,7 +158,7 @@ def victims() -> dict[str, list[psutil.Process]]:
 
 
 def missing(ended: psutil.Process | None) -> str:
-    """Which process is not there, or is although it was to end; "": all is well."""
+    """Return which process is not there, or is although it was to end; "": all is well."""
     if ended is not None and alive(ended):
         return f"process {ended.pid} has not ended"
     absent = [victim for victim, found in victims().items() if not found]

@@ -8,8 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-DIGITS = 4
-"""Of every number, with leading zeros."""
+DIGITS = 4  # of every number, with leading zeros
 _NAMES = "abcdefghijklmnopqrst"
 _END_OF_THOUGHT = "</think>"
 
@@ -43,12 +42,10 @@ class Problem:
 
     @property
     def total(self) -> int:
-        """The sum."""
         return sum(self.numbers)
 
     @property
     def question(self) -> str:
-        """Return the user's message."""
         named = [f"{name}={number:0{DIGITS}}" for name, number in zip(_NAMES, self.numbers, strict=False)]
         return f"{' '.join(named)}\nWhat is {'+'.join(_NAMES[: len(named)])}?"
 
@@ -80,7 +77,6 @@ def problems(seed: int, size: Size = SHORT) -> Iterator[Problem]:
 
 
 def draw(rng: random.Random, size: Size) -> Problem:
-    """Return the next random problem."""
     count = rng.randint(size.fewest, size.most)
     return Problem(tuple(rng.randrange(10**DIGITS // count) for _ in range(count)))
 

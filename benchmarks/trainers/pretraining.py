@@ -32,37 +32,16 @@ from examples.as_engine import InBf16
 
 VOCABULARY = 2048
 CONTEXT = 1024
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 SHAPES: dict[str, dict[str, int]] = {
-    "moe": {
-        "hidden_size": 1024,
-        "moe_intermediate_size": 512,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
-    "tiny-moe": {
-        "hidden_size": 256,
-        "moe_intermediate_size": 128,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-    },
-    "0.2b": {
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
+    name: dict(zip(_SIZES, sizes, strict=True)) | inner
+    for name, sizes, inner in (
+        # 0.43 billion parameters, a quarter of them active; the next one is for a CPU
+        ("moe", (1024, 8, 8, 4, 128), {"moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 4}),
+        ("tiny-moe", (256, 2, 4, 2, 64), {"moe_intermediate_size": 128, "num_experts": 32, "num_experts_per_tok": 4}),
+        ("0.2b", (1024, 12, 8, 4, 128), {"intermediate_size": 4096}),
+    )
 }
-"""``moe`` has 0.43 billion parameters, a quarter of them active; ``tiny-moe`` is for a CPU."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _THOUGHTS = ("<think>", "</think>")
 _WORDS = (  # as Qwen's tokenizer cuts text; each digit is a token
@@ -72,8 +51,7 @@ _QUESTION = "QUESTION"
 _BATCH, _HELD_OUT, _EVERY = 64, 256, 10
 _LEARNING_RATE, _WARM_UP = 6e-4, 40
 _HELD_OUT_SEED, _SEED = 1_000_000, 1_000_001
-_BALANCE = 0.01
-"""Weight of the loss that keeps a router from sending all tokens to a few experts."""
+_BALANCE = 0.01  # weight of the loss that keeps a router from sending all tokens to a few experts
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -153,7 +131,6 @@ class Batch:
         return cls(tokens, labels)
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on that device."""
         return Batch(self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
 
 
@@ -166,11 +143,7 @@ def pretrain(
     device: torch.device,
     size: Size = SHORT,
 ) -> dict[str, Any]:
-    """Train ``model`` until a right answer has the probability ``target``, ``limit_s`` seconds at most.
-
-    It computes in BF16; its own weights are the optimizer's. If the last check went far beyond the target, the weights
-    of the check before are kept. Returns what was reached.
-    """
+    """Train ``model`` until a right answer has the probability ``target``, ``limit_s`` seconds at most."""
     model.to(device).train()
     policy = InBf16(model)
     is_mixture = hasattr(model.config, "num_experts")

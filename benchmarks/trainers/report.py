@@ -29,7 +29,6 @@ def part(trainer: str) -> str:
 
 
 def title_of(case: Case) -> str:
-    """Return the name of a case's side."""
     return "this service, FP8" if case["side"] == "ours" else f"{ENGINES[case['trainer']]}, BF16"
 
 

@@ -14,9 +14,7 @@ from typing import Literal
 
 from benchmarks.common.command import run
 from benchmarks.trainers.sides import Run, SideOptions, folder_of, perform, service_command, steps_of
-from benchmarks.trainers.trl_training import Place, Training
 
-_TRL_SERVE = [sys.executable, "-m", "trl.scripts.vllm_serve"]
 RESULT = "trainers"
 Side = Literal["ours", "own"]
 
@@ -26,40 +24,30 @@ class TrlOptions(SideOptions):
 
     side: Side | None = None
     """Whose server: this service's, or TRL's."""
+    group_port: int = 51216
+    """On which the trainer awaits the server; TRL's default."""
 
 
-def main(asked: TrlOptions, training: Training) -> None:
+def main(asked: TrlOptions) -> None:
     """Make the model, run one side, or report."""
-    perform(asked, "trl", RESULT, partial(processes, asked, asked.side, training) if asked.side else None)
+    perform(asked, "trl", RESULT, partial(processes, asked, asked.side) if asked.side else None)
 
 
-def processes(asked: TrlOptions, side: Side, training: Training) -> Run:
-    """Return the processes of a side."""
-    folder = folder_of(asked, "trl", side)
-    place = Place(folder=asked.folder.absolute(), url=asked.url, server_limit_s=asked.limit_s, out=steps_of(folder))
+def processes(asked: TrlOptions, side: Side) -> Run:
+    """Return the processes of a side: its server as its documentation has users type it, and the same trainer."""
+    folder, model = folder_of(asked, "trl", side), str(asked.folder.absolute())
+    own = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--port", str(asked.port)]
+    given = {"folder": model, "url": asked.url, "server-limit-s": asked.limit_s, "out": steps_of(folder)}
+    given |= {"steps": asked.steps, "group-port": asked.group_port}
+    options = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     return Run(
         trainer="trl",
         side=side,
         result=RESULT,
-        settings=training.model_dump(),
         folder=folder,
-        server=server_command(side, asked),
-        command=trainer_command(training, place),
+        server=service_command(asked) if side == "ours" else own,
+        command=[sys.executable, "-m", "benchmarks.trainers.trl_training", *options],
     )
-
-
-def server_command(side: Side, asked: TrlOptions) -> list[str]:
-    """Return what each side's documentation has users type."""
-    if side == "ours":
-        return service_command(asked)
-    return [*_TRL_SERVE, "--model", str(asked.folder.absolute()), "--port", str(asked.port)]
-
-
-def trainer_command(training: Training, place: Place) -> list[str]:
-    """Return the trainer's command: the same for every side."""
-    given = {**training.model_dump(), **place.model_dump()}
-    options = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    return [sys.executable, "-m", "benchmarks.trainers.trl_training", *options]
 
 
 if __name__ == "__main__":

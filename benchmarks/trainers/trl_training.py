@@ -15,54 +15,30 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks.common.command import Options, run
-from benchmarks.trainers.addition import problems, reward
-from benchmarks.trainers.sides import TrainingOptions
+from benchmarks.trainers.addition import MAX_TOKENS, problems, reward
+from benchmarks.trainers.sides import COMPLETIONS, LEARNING_RATE, NUM_QUESTIONS, PROMPTS
 from rollout_service.correction import measure_mismatch
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
 
-NUM_QUESTIONS = 4096
-FROM_TRL = {
-    "reward": "reward",
-    "grad_norm": "grad_norm",
-    "entropy": "entropy",
-    "mean_tokens": "completions/mean_length",
-    "cut_off": "completions/clipped_ratio",
-    "logprob_difference": "sampling/sampling_logp_difference/mean",
-    "logprob_difference_max": "sampling/sampling_logp_difference/max",
-    "ratio_min": "sampling/importance_sampling_ratio/min",
-    "ratio_mean": "sampling/importance_sampling_ratio/mean",
-    "ratio_max": "sampling/importance_sampling_ratio/max",
-}
-"""Name here → name in TRL's logs. Its logprob difference is the mean of |trainer - engine| over tokens, in nats."""
+MICRO_BATCH = 64  # completions that the trainer computes at once
+FROM_TRL = {"reward": "reward", "logprob_difference": "sampling/sampling_logp_difference/mean"}
+"""Name here → name in TRL's logs. The difference is the mean of |trainer - engine| over tokens, in nats."""
 
 
-class Training(TrainingOptions):
-    """What is trained; all sides train the same prompts in the same order."""
-
-    micro_batch: int = 64
-    """Completions that the trainer computes at once."""
-    seed: int = 0
-    """Of the order of prompts."""
-    group_port: int = 51216
-    """On which the trainer awaits the server; TRL's default."""
-
-
-class Place(Options):
+class Training(Options):
     """Where the model is, where rollouts come from, and where steps are written."""
 
     folder: Path
-    """The model."""
     url: str
-    """Of the server."""
     server_limit_s: float
-    """Seconds to wait for the server."""
     out: Path
-    """A line for each step."""
+    steps: int
+    group_port: int
 
 
-def main(asked: Training, place: Place) -> None:
+def main(asked: Training) -> None:
     """Train, and write each step as it ends."""
     from datasets import Dataset
     from trl import GRPOTrainer
@@ -71,12 +47,12 @@ def main(asked: Training, place: Place) -> None:
     prompts = [[{"role": "user", "content": problem.question}] for problem in chosen]
     started = time.perf_counter()
     trainer = GRPOTrainer(
-        model=str(place.folder),
+        model=str(asked.folder),
         reward_funcs=is_right,
-        args=arguments(asked, place),
+        args=arguments(asked),
         train_dataset=Dataset.from_dict({"prompt": prompts, "total": [problem.total for problem in chosen]}),
     )
-    with place.out.open("w") as out:
+    with asked.out.open("w") as out:
         steps = Steps(trainer, lambda line: print(json.dumps(line), file=out, flush=True))
         trainer.add_callback(steps)
         print(f"trainer ready after {time.perf_counter() - started:.1f} s", flush=True)
@@ -84,29 +60,27 @@ def main(asked: Training, place: Place) -> None:
     trainer.vllm_generation.vllm_client.close_communicator()
 
 
-def arguments(asked: Training, place: Place) -> "GRPOConfig":
+def arguments(asked: Training) -> "GRPOConfig":
     """Return TRL's settings: its defaults, but for sizes, the learning rate and gradient checkpointing."""
     from trl import GRPOConfig
 
-    per_step, on_gpu = asked.prompts * asked.completions, torch.cuda.is_available()
-    if per_step % asked.micro_batch:
-        raise ValueError(f"--micro-batch {asked.micro_batch}: it must divide the {per_step} completions of a step")
+    on_gpu = torch.cuda.is_available()
     return GRPOConfig(
-        output_dir=str(place.out.parent / "trainer"),
+        output_dir=str(asked.out.parent / "trainer"),
         use_vllm=True,
         vllm_mode="server",
-        vllm_server_base_url=place.url,
-        vllm_server_timeout=place.server_limit_s,
+        vllm_server_base_url=asked.url,
+        vllm_server_timeout=asked.server_limit_s,
         vllm_group_port=asked.group_port,
         max_steps=asked.steps,
-        num_generations=asked.completions,
-        max_completion_length=asked.max_tokens,
-        per_device_train_batch_size=asked.micro_batch,
-        gradient_accumulation_steps=per_step // asked.micro_batch,
-        learning_rate=asked.learning_rate,
+        num_generations=COMPLETIONS,
+        max_completion_length=MAX_TOKENS,
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=PROMPTS * COMPLETIONS // MICRO_BATCH,
+        learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
-        seed=asked.seed,
+        seed=0,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -122,11 +96,7 @@ def is_right(completions: list[list[dict[str, str]]], total: list[int], **_: Any
 
 
 class Steps(TrainerCallback):
-    """Measures each step of a trainer, and hands it to ``write`` with what TRL logs of it.
-
-    ``step_s`` is from the step's begin to the end of its GPU work; ``sync_s`` and ``rollout_s`` are the calls of TRL
-    that push weights until they are served, and that sample; ``train_s`` is the rest.
-    """
+    """Measures each step of a trainer, and hands it to ``write`` with what TRL logs of it."""
 
     def __init__(self, trainer: Any, write: Callable[[dict[str, float]], None]) -> None:
         self._write = write
@@ -139,7 +109,6 @@ class Steps(TrainerCallback):
         trainer.compute_loss = self._compared(trainer.compute_loss)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clock."""
         self._seconds.clear()
         self._k3.clear()
         self._began = time.perf_counter()

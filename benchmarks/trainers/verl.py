@@ -6,7 +6,7 @@
 
 Two GPUs, the first two of CUDA_VISIBLE_DEVICES: the trainer has one, the engine the other. Each side is a case of
 benchmarks/results/<machine>/trainers_verl.json. The environment has requirements/clients/verl.txt beside this service
-and, for verl's own side, cupy-cuda13x. ``--set`` hands one of verl's options on.
+and, for verl's own side, cupy-cuda13x.
 """
 
 import itertools
@@ -17,38 +17,36 @@ from typing import Any, Literal
 
 from benchmarks.common.command import run
 from benchmarks.common.paths import PROJECT
-from benchmarks.trainers.addition import problems
+from benchmarks.trainers.addition import MAX_TOKENS, problems
 from benchmarks.trainers.sides import (
+    COMPLETIONS,
+    LEARNING_RATE,
+    NUM_QUESTIONS,
+    PROMPTS,
     Line,
     Run,
     SideOptions,
-    TrainingOptions,
     folder_of,
     perform,
     service_command,
     steps_of,
 )
 
-NUM_QUESTIONS = 4096
+MICRO_BATCH_TOKENS = 32768  # tokens that the trainer computes at once
 PARTS = PROJECT / "benchmarks/trainers/verl_parts.py"
-FROM_VERL = {
+FROM_VERL = {  # name here → name in verl's logs
     "step_s": "timing_s/step",
     "sync_s": "timing_s/update_weights",
     "rollout_s": "timing_s/gen",
     "reward": "critic/score/mean",
-    "grad_norm": "actor/grad_norm",
-    "entropy": "actor/entropy",
     "mean_tokens": "response_length/mean",
-    "cut_off": "response_length/clip_ratio",
     "k3": "rollout_corr/k3_kl",
     "probability_error": "training/rollout_probs_diff_mean",
-    "ratio_min": "rollout_corr/rollout_is_min",
-    "ratio_mean": "rollout_corr/rollout_is_mean",
-    "ratio_max": "rollout_corr/rollout_is_max",
 }
-"""Name here → name in verl's logs."""
 RESULT = "trainers_verl"
 Side = Literal["ours", "own"]
+_WITHOUT_TRL = "benchmarks.trainers.without_trl"
+EXTERNAL_MODULES = {"ours": [_WITHOUT_TRL], "own": [_WITHOUT_TRL, "benchmarks.trainers.vllm_for_verl"]}
 
 
 class VerlOptions(SideOptions):
@@ -58,23 +56,14 @@ class VerlOptions(SideOptions):
     """Whose engine: this service's, or verl's."""
     limit_s: float = 330.0
     """Seconds of one side, start included; what has been trained by then is the result."""
-    set: tuple[str, ...] = ()
-    """Another option of verl, as verl takes it: name=value."""
 
 
-class Training(TrainingOptions):
-    """What is trained; all sides train the same prompts in the same order."""
-
-    micro_batch_tokens: int = 32768
-    """Tokens that the trainer computes at once."""
-
-
-def main(asked: VerlOptions, training: Training) -> None:
+def main(asked: VerlOptions) -> None:
     """Make the model, run one side, or report."""
-    perform(asked, "verl", RESULT, partial(processes, asked, asked.side, training) if asked.side else None)
+    perform(asked, "verl", RESULT, partial(processes, asked, asked.side) if asked.side else None)
 
 
-def processes(asked: VerlOptions, side: Side, training: Training) -> Run:
+def processes(asked: VerlOptions, side: Side) -> Run:
     """Return the processes of a side, and write the questions beside the model."""
     folder, questions = folder_of(asked, "verl", side), asked.folder.absolute() / "questions.parquet"
     write_questions(questions)
@@ -82,29 +71,23 @@ def processes(asked: VerlOptions, side: Side, training: Training) -> Run:
         trainer="verl",
         side=side,
         result=RESULT,
-        settings={**training.model_dump(), "set": list(asked.set)},
         folder=folder,
         server=service_command(asked) if side == "ours" else None,
         is_server_first=True,
         command=[
             *(sys.executable, "-m", "verl.trainer.main_ppo"),
-            *trainer_options(asked, training, questions),
+            *trainer_options(asked, questions),
             *engine_options(side, asked),
-            *asked.set,
         ],
         environment={
             "VERL_FILE_LOGGER_PATH": str(steps_of(folder)),
             # at INFO verl 0.9.1 fails with hybrid_engine=False: it logs with an argument that logging does not take
             "VERL_LOGGING_LEVEL": "WARNING",
-            "VERL_USE_EXTERNAL_MODULES": ",".join(external_modules(side)),
+            # they adapt what is newer here than verl 0.9.1 knows
+            "VERL_USE_EXTERNAL_MODULES": ",".join(EXTERNAL_MODULES[side]),
         },
-        line=partial(step_of, completions=training.prompts * training.completions),
+        line=partial(step_of, completions=PROMPTS * COMPLETIONS),
     )
-
-
-def external_modules(side: Side) -> list[str]:
-    """Return the modules that verl imports first: they adapt what is newer here than verl 0.9.1 knows."""
-    return ["benchmarks.trainers.without_trl", *([] if side == "ours" else ["benchmarks.trainers.vllm_for_verl"])]
 
 
 def write_questions(file: Path) -> None:
@@ -124,7 +107,7 @@ def write_questions(file: Path) -> None:
     Dataset.from_list(rows).to_parquet(file)
 
 
-def trainer_options(asked: VerlOptions, training: Training, questions: Path) -> list[str]:
+def trainer_options(asked: VerlOptions, questions: Path) -> list[str]:
     """Return verl's options that are the same for every side: its defaults, but for sizes and what is not installed."""
     model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
     return [
@@ -135,15 +118,15 @@ def trainer_options(asked: VerlOptions, training: Training, questions: Path) -> 
         "trainer.v1.sampler.custom_sampler.name=PromptReplayBuffer",
         "trainer.nnodes=1",
         "trainer.n_gpus_per_node=1",
-        f"trainer.total_training_steps={training.steps}",
+        f"trainer.total_training_steps={asked.steps}",
         "trainer.val_before_train=False",
         "trainer.resume_mode=disable",
         "trainer.logger=[console,file]",
         f"data.train_files={questions}",
         f"data.val_files={questions}",
-        f"data.train_batch_size={training.prompts}",
+        f"data.train_batch_size={PROMPTS}",
         "data.max_prompt_length=256",
-        f"data.max_response_length={training.max_tokens}",
+        f"data.max_response_length={MAX_TOKENS}",
         "data.shuffle=False",
         "data.dataloader_num_workers=0",
         f"reward.custom_reward_function.path={PARTS}",
@@ -155,12 +138,12 @@ def trainer_options(asked: VerlOptions, training: Training, questions: Path) -> 
         f"{model}.use_remove_padding=False",  # needs FlashAttention 2, too
         f"{model}.enable_gradient_checkpointing=False",
         f"{actor}.strategy=fsdp2",
-        f"{actor}.optim.lr={training.learning_rate}",
-        f"{actor}.ppo_mini_batch_size={training.prompts}",
+        f"{actor}.optim.lr={LEARNING_RATE}",
+        f"{actor}.ppo_mini_batch_size={PROMPTS}",
         f"{actor}.use_dynamic_bsz=True",
-        f"{actor}.ppo_max_token_len_per_gpu={training.micro_batch_tokens}",
+        f"{actor}.ppo_max_token_len_per_gpu={MICRO_BATCH_TOKENS}",
         f"{actor}.fsdp_config.use_torch_compile=False",
-        f"actor_rollout_ref.rollout.n={training.completions}",
+        f"actor_rollout_ref.rollout.n={COMPLETIONS}",
         "+ray_kwargs.ray_init.address=local",  # not the service's Ray, which runs on the same host
         "+ray_kwargs.ray_init.include_dashboard=False",
     ]

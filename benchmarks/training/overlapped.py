@@ -31,8 +31,7 @@ Weights = dict[str, torch.Tensor]
 class OverlappedStep(grpo.Step):
     """A step whose ``logprobs`` are by the weights that sampled each token."""
 
-    kv_ages: torch.Tensor
-    """Age of the oldest keys and values that each token may have read, in versions, int64 [B, T]."""
+    kv_ages: torch.Tensor  # age of the oldest keys and values that each token may have read, in versions, int64 [B, T]
 
 
 def train(
@@ -111,16 +110,9 @@ def of_tokens(rollouts: list[Rollout], batch: grpo.Batch, value: Callable[[Span]
 
 @torch.no_grad()
 def logprobs_of_versions(
-    model: PreTrainedModel,
-    weights: dict[int, Weights],
-    rollouts: list[Rollout],
-    batch: grpo.Batch,
-    dtype: torch.dtype,
+    model: PreTrainedModel, weights: dict[int, Weights], rollouts: list[Rollout], batch: grpo.Batch, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return each token's logprob by the weights that sampled it, computed in ``dtype``; fp32 [B, T].
-
-    Raises KeyError if a token is of a version that is not in ``weights``.
-    """
+    """Return each token's logprob by the weights that sampled it, computed in ``dtype``; fp32 [B, T]."""
     versions = of_tokens(rollouts, batch, lambda span: span.version)
     length, found = batch.mask.shape[1], torch.zeros_like(batch.rollout_logprobs)
     for version in versions[batch.mask].unique().tolist():
@@ -135,11 +127,7 @@ def logprobs_of_versions(
 
 
 class MismatchByAge:
-    """The mismatch of a run's tokens, summed by the age of the keys and values that they read.
-
-    k3 also changes as training goes on, and ages are not spread evenly over steps. The sums of an age thus have beside
-    them what its tokens would have had with the means of age 0 in their steps.
-    """
+    """The mismatch of a run's tokens, summed by the age of the keys and values that they read."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[int, torch.Tensor] = defaultdict(lambda: torch.zeros(5, dtype=torch.float64))

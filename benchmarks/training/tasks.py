@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +18,11 @@ from benchmarks.trainers import addition
 from benchmarks.trainers.pretraining import CONTEXT, measure_right, size_of
 from examples import digits_task, grpo
 from examples.as_engine import InBf16
+from rollout_service.model.quant_plan import SCALE_SUFFIX
+from rollout_service.quant.blockwise import CODES, E4M3_MAX, dequantize_blockwise, quantize_blockwise
 
 GPU_DEPLOYMENT = PROJECT / "deployments/fp8_rollout.yaml"
-HELD_OUT = 256
-"""Questions for the accuracy at the end."""
+HELD_OUT = 256  # questions for the accuracy at the end
 HELD_OUT_SEED = 1_000_000
 
 
@@ -59,7 +61,6 @@ class Digits:
         return model
 
     def policy(self, model: PreTrainedModel) -> AbstractContextManager[InBf16 | None]:
-        """Return None: the model itself computes, in FP32."""
         return nullcontext()
 
     def trainer_accuracy(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> float:
@@ -93,8 +94,7 @@ class Addition:
     learning_rate: float
     prompts: int
     completions: int
-    kv_gb: float
-    """The engine's KV cache."""
+    kv_gb: float  # the engine's KV cache
     deployment: Path
     QUESTIONS: ClassVar[re.Pattern[str]] = re.compile(r"\b[a-z]=(\d+)")
 
@@ -105,11 +105,7 @@ class Addition:
         if torch.cuda.is_available():
             # A size, since several trainers may share the GPU: vLLM would take what they allocate for the engine's.
             engine |= {"gpu_memory_utilization": 0.2, "extra": {"kv_cache_memory_bytes": int(self.kv_gb * 1e9)}}
-        return {
-            "model": {"path": str(self.folder), "create": None},
-            "engine": engine,
-            "scaling": {"max_replicas": 1},
-        }
+        return {"model": {"path": str(self.folder), "create": None}, "engine": engine, "scaling": {"max_replicas": 1}}
 
     @property
     def task(self) -> grpo.Task:
@@ -148,5 +144,30 @@ class Addition:
         return measure_right(model, tokenizer, size_of(self.folder))
 
 
-Setup = Digits | Addition
-"""A task with its model and the deployment that serves it."""
+Setup = Digits | Addition  # a task with its model and the deployment that serves it
+
+
+def coarse_weights(
+    weights: Mapping[str, torch.Tensor], quantized: Collection[str], levels: int
+) -> dict[str, torch.Tensor]:
+    """Return a version to push: coarse codes and scales for the names in ``quantized``, all else as it is.
+
+    Such weights stand for a mismatch that is much larger than FP8's own. The service checks that they are valid.
+    """
+    version: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if name in quantized:
+            version[name], version[name + SCALE_SUFFIX] = quantize_coarsely(weight, levels, name)
+        else:
+            version[name] = weight
+    return version
+
+
+def quantize_coarsely(weight: torch.Tensor, levels: int, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+    """``weight`` [N, K] as one of ``levels`` integers, odd: codes e4m3 [N, K] and scales fp32 [⌈N/128⌉, ⌈K/128⌉]."""
+    largest = levels // 2
+    _, fine_scales = quantize_blockwise(weight, name)  # max|w| / 448
+    scales = fine_scales * (E4M3_MAX / largest)
+    scale_of_each = dequantize_blockwise(torch.ones(weight.shape).to(CODES), scales)
+    integers = (weight.float() / scale_of_each).round().clamp(-largest, largest)
+    return integers.to(CODES), scales

@@ -40,9 +40,8 @@ from benchmarks.trainers.addition import Size
 from benchmarks.trainers.pretraining import prepare
 from benchmarks.training import kv_cache_report, overlapped
 from benchmarks.training.ablation_report import Run, RunFile, differences, draw, load_run, markdown, run_file, summarize
-from benchmarks.training.coarse import coarse_weights
 from benchmarks.training.overlapped import MismatchByAge, OverlappedStep
-from benchmarks.training.tasks import GPU_DEPLOYMENT, Addition, Digits, Setup, accuracy, held_out
+from benchmarks.training.tasks import GPU_DEPLOYMENT, Addition, Digits, Setup, accuracy, coarse_weights, held_out
 from examples import grpo
 from examples.as_engine import AsEngine
 from rollout_service.client import SyncRolloutClient
@@ -52,17 +51,14 @@ from rollout_service.local import LocalService, running_service
 
 PAGE = PROJECT / "docs/tis_ablation.md"
 RESULTS = {"digits": "training_tis_ablation", "addition": "training_tis_ablation_addition"}
-PARTS = {
+PARTS = {  # of the page, by task
     "digits": "benchmarks/training/tis_ablation.py",
     "addition": "benchmarks/training/tis_ablation.py --task addition",
 }
-"""Of the page, by task."""
 FIGURES = {"digits": PROJECT / "docs/tis_ablation.png", "addition": PROJECT / "docs/tis_ablation_addition.png"}
 
-GROUPS = 16, 8
-"""Prompts of a step of the task addition, and completions of each."""
-AHEAD = 4
-"""Batches under way beside the one that is trained on, in the arms about a kept KV cache."""
+GROUPS = 16, 8  # prompts of a step of the task addition, and completions of each
+AHEAD = 4  # batches under way beside the one that is trained on, in the arms about a kept KV cache
 
 
 def _overlapped(weights: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -70,14 +66,13 @@ def _overlapped(weights: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {"weights": weights, "engine": {"max_num_seqs": 1024}, "kv_cache": {"scales_policy": "unit"}}
 
 
-SERVICES: dict[str, dict[str, dict[str, Any]]] = {
+SERVICES: dict[str, dict[str, dict[str, Any]]] = {  # laid over the deployment's YAML and the task's settings
     "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16", "scales_policy": "unit"}},
     "fp8": {},
     "fp8_linear": {"kv_cache": {"dtype": "bfloat16", "scales_policy": "unit"}},
     "fp8_drop": _overlapped({"kv_cache_on_update": "drop"}),
     **{f"fp8_keep{age}": _overlapped({"kv_cache_on_update": "keep", "kv_max_age": age}) for age in (1, 2, 4)},
 }
-"""Laid over the deployment's YAML and the task's settings."""
 COARSE_LEVELS = 5
 """Chosen by k3 in a trial with seed 0: 2 with 3 levels, which ruin the model, 0.05 with 5, and 0.02 with 7."""
 MEASURED = grpo.TIS
@@ -89,16 +84,12 @@ class Arm:
     """One way to train."""
 
     title: str
-    service: str
-    """A key of ``SERVICES``."""
-    correction: str
-    """A preset of ``rollout_service.correction``."""
+    service: str  # a key of ``SERVICES``
+    correction: str  # a preset of ``rollout_service.correction``
     coarse_levels: int | None = None
-    """None: the service quantizes. Otherwise the trainer pushes codes of ``coarse`` with so many levels."""
-    as_engine: bool = False
-    """The policy is computed as the engines do, and not in the trainer's own precision."""
-    ahead: int = 0
-    """Batches under way beside the one that is trained on; with more than 0, rollouts run over updates."""
+    """None: the service quantizes. Otherwise the trainer pushes coarse codes with so many levels."""
+    as_engine: bool = False  # the policy is computed as the engines do, and not in the trainer's own precision
+    ahead: int = 0  # batches under way beside the one that is trained on; with more than 0, rollouts run over updates
 
 
 ARMS = {
@@ -148,7 +139,6 @@ class AblationOptions(Options):
 
     @property
     def runs(self) -> Path:
-        """Where runs are kept."""
         return self.out / "runs"
 
 
@@ -159,8 +149,6 @@ class AdditionOptions(Options):
     """Make the model at --model, and nothing else."""
     model: Path = Path(tempfile.gettempdir()) / "addition-moe"
     """Its folder."""
-    shape: Literal["moe", "tiny-moe"] = "moe"
-    """For --prepare: the model's shape."""
     learning_rate: float = 5e-5
     """The highest, after five steps of warm-up."""
     kv_gb: float = 12.0
@@ -183,11 +171,7 @@ def setup_of(options: AblationOptions, addition: AdditionOptions) -> Setup:
     if not (addition.model / "config.json").is_file():
         raise typer.BadParameter(f"--model {addition.model}: there is no model; make it with --prepare")
     return Addition(
-        addition.model.absolute(),
-        addition.learning_rate,
-        *GROUPS,
-        addition.kv_gb,
-        deployment=GPU_DEPLOYMENT,
+        addition.model.absolute(), addition.learning_rate, *GROUPS, addition.kv_gb, deployment=GPU_DEPLOYMENT
     )
 
 
@@ -256,7 +240,10 @@ class Ablation:
         say(f"{end}")
 
     def _train(self, arm: str, seed: int, model: PreTrainedModel, file: RunFile, began: float, say: Say) -> None:
-        versions = Changes(self._pushed(arm))
+        levels, in_bf16, quantized = ARMS[arm].coarse_levels, grpo.in_bf16, self._recipe.quantized
+        versions = Changes(
+            in_bf16 if levels is None else lambda model: coarse_weights(in_bf16(model), quantized, levels)
+        )
         chosen = AsEngine(model, self._recipe) if ARMS[arm].as_engine else self._setup.policy(model)
         with chosen as policy:
             ahead = ARMS[arm].ahead
@@ -285,12 +272,6 @@ class Ablation:
                     say(f"--limit-s is over after {count} steps")
                     return
                 last = now
-
-    def _pushed(self, arm: str) -> Callable[[PreTrainedModel], dict[str, torch.Tensor]]:
-        levels = ARMS[arm].coarse_levels
-        if levels is None:
-            return grpo.in_bf16
-        return lambda model: coarse_weights(grpo.in_bf16(model), self._recipe.quantized, levels)
 
     def _measure(self, step: grpo.Step, step_s: float) -> dict[str, float]:
         batch = step.batch
@@ -330,7 +311,7 @@ def main(options: AblationOptions, addition: AdditionOptions) -> None:
 
     try:
         if addition.prepare:
-            prepare(addition.model, addition.shape, target=0.35, limit_s=170.0, size=Size(7, 12))
+            prepare(addition.model, "moe", target=0.35, limit_s=170.0, size=Size(7, 12))
             return
         if not options.report:
             setup = setup_of(options, addition)
@@ -410,15 +391,13 @@ def report_correction(runs: list[Run], options: AblationOptions, say: Say) -> No
 
 def report_kv_cache(runs: list[Run], options: AblationOptions, say: Say) -> None:
     """Report the arms of docs/kv_cache.md."""
-    tasks: dict[str, list[Run]] = {options.task: runs}
-    table, figure = options.out / "kv_cache.md", options.out / "kv_cache.png"
-    table.write_text(kv_cache_report.markdown(tasks, KV_TITLES))
-    kv_cache_report.draw(tasks, KV_TITLES, figure)
-    say(f"written: {table} and {figure}")
+    table = options.out / "kv_cache.md"
+    table.write_text(kv_cache_report.markdown({options.task: runs}, KV_TITLES))
+    say(f"written: {table}")
     if options.publish:
         result = keep(kv_cache_report.NAMES[options.task], runs)
         kv_cache_report.publish(KV_TITLES)
-        say(f"written: {result}, {kv_cache_report.PAGE} and {kv_cache_report.FIGURE}")
+        say(f"written: {result} and {kv_cache_report.PAGE}")
 
 
 def keep(name: str, runs: list[Run]) -> Path:

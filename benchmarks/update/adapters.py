@@ -15,16 +15,13 @@ With ``--model tiny`` it runs on a CPU, with the sizes of ``TINY``.
 
 import asyncio
 import json
-import multiprocessing
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import ray
@@ -39,7 +36,7 @@ from benchmarks.common.processes import raise_at_sigterm
 from benchmarks.common.shipped_service import shipped_arguments, shipped_service, wait_until_ready
 from benchmarks.common.work import random_prompts
 from benchmarks.rollout.fleet import GROUP, RolloutOptions, measured_rate, rate_of_groups
-from benchmarks.update.busy import OUTPUT_TOKENS, PROMPT_TOKENS, busy
+from benchmarks.update.busy import rollouts
 from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapters import LoadedAdapter
@@ -50,13 +47,12 @@ from rollout_service.protocol.fleet import UpdateTimings
 from rollout_service.protocol.sampling import Sampling
 
 RESULT = "update_adapters"
-SAME = ("model", "case", "replicas", "tensor_parallel", "gpu_share", "rank", "dtype", "rollouts", "output_tokens")
-"""Fields in which two cases agree that measured the same."""
+SAME = ("model", "case", "replicas", "tensor_parallel", "gpu_share", "rollouts", "output_tokens")
+RANK, DTYPE = 32, torch.bfloat16
 TINY = {"rollouts": 64, "prompt_tokens": 64, "output_tokens": 64, "repeats": 1, "repeated": 320, "streams": 4}
 """Sizes for the tiny model."""
 PUSHED = "run-0"
-QUIET_S = 3.0
-"""Time in seconds under load before the first push."""
+QUIET_S = 3.0  # time in seconds under load before the first push
 EXPORTED_S, COUNTED_S = 12.0, 60.0
 """Seconds after which Ray, which exports counters every 10 s, has exported them; and the longest wait for it."""
 Weights = dict[str, torch.Tensor]
@@ -76,9 +72,6 @@ class AdapterOptions(RolloutOptions):
     phase: tuple[Phase, ...] = tuple(Phase)
     """May be repeated."""
     replicas: int = 2
-    rank: Literal[8, 16, 32, 64, 128] = 32
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the adapters' tensors. PEFT trains in float32 unless autocast_adapter_dtype is False."""
     pushes: int = 7
     """By each transport."""
     streams: int = 16
@@ -98,7 +91,7 @@ class AdapterOptions(RolloutOptions):
     def sections(self) -> dict[str, dict[str, Any]]:
         """Return the service's settings that differ from the shipped ones."""
         return {
-            "engine": {"adapters": {"max_live": max(self.live) + 2, "max_rank": self.rank}},
+            "engine": {"adapters": {"max_live": max(self.live) + 2, "max_rank": RANK}},
             "weights": {"source_roots": [str(self.saved)]},
         }
 
@@ -106,20 +99,19 @@ class AdapterOptions(RolloutOptions):
 class Adapter:
     """Random matrices for every linear layer of a model, a little different in each version."""
 
-    def __init__(self, model: Path, asked: AdapterOptions) -> None:
+    def __init__(self, model: Path) -> None:
         device = f"cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
-        dtype: torch.dtype = getattr(torch, asked.dtype)
         linears = {name: shape for name, shape in ServedModel.load(model).linears.items() if ".experts." not in name}
         self.tensors: Weights = {}
         for name, (outputs, inputs) in linears.items():
-            a = torch.randn(asked.rank, inputs, device=device) * inputs**-0.5
-            b = torch.randn(outputs, asked.rank, device=device) * 1e-3
-            self.tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype)
-            self.tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype)
+            a = torch.randn(RANK, inputs, device=device) * inputs**-0.5
+            b = torch.randn(outputs, RANK, device=device) * 1e-3
+            self.tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(DTYPE)
+            self.tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(DTYPE)
         self.config: dict[str, Any] = {
             "peft_type": "LORA",
-            "r": asked.rank,
-            "lora_alpha": 2 * asked.rank,
+            "r": RANK,
+            "lora_alpha": 2 * RANK,
             "target_modules": sorted({name.rpartition(".")[2] for name in linears}),
             "bias": "none",
         }
@@ -136,65 +128,9 @@ class Adapter:
         return client.push_adapter(name, self.tensors, config=self.config).version
 
     def save(self, folder: Path) -> None:
-        """Write PEFT's files."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.cpu() for name, tensor in self.tensors.items()}, folder / TENSORS_FILE)
         (folder / CONFIG_FILE).write_text(json.dumps(self.config))
-
-
-Silence = tuple[float, float]
-"""When a stream's tokens came, and the time in seconds since those before; by the machine's monotonic clock."""
-
-
-@contextmanager
-def streams(url: str, concurrent: int) -> Iterator[list[Silence]]:
-    """Keep so many streams open from a process of its own until the block ends. Half of them name the adapter.
-
-    The list has the silences once the block has ended. Raises EOFError if the process died.
-    """
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    child = context.Process(target=_stream, args=(there, url, concurrent), daemon=True)
-    child.start()
-    there.close()  # the child's end alone is open: its death ends ``recv``
-    silences: list[Silence] = []
-    try:
-        here.recv()
-        yield silences
-        here.send(None)
-        silences += here.recv()
-    finally:
-        child.terminate()
-        child.join()
-
-
-def _stream(parent: Connection, url: str, concurrent: int) -> None:
-    silences: list[Silence] = []
-
-    async def stream(client: RolloutClient, number: int) -> None:
-        prompt, last = list(range(number + 10, number + 10 + PROMPT_TOKENS)), None
-        adapter = PUSHED if number % 2 else None
-        async with client.generate_stream(prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True, adapter=adapter) as pieces:
-            async for _ in pieces:
-                now = time.monotonic()
-                if last is not None:
-                    silences.append((now, now - last))
-                last = now
-
-    async def keep() -> None:
-        async with RolloutClient(url) as client:
-            await stream(client, 0)
-            async with busy(concurrent, lambda number: stream(client, number)):
-                parent.send(None)
-                await asyncio.to_thread(parent.recv)
-
-    asyncio.run(keep())
-    parent.send(silences)
-
-
-def longest(silences: list[Silence], begin: float, end: float) -> float:
-    """Return the longest silence of any stream in a period of time, in seconds."""
-    return round(max((gap for at, gap in silences if at > begin and at - gap < end), default=0.0), 4)
 
 
 def updates(client: SyncRolloutClient) -> set[UpdateTimings | None]:
@@ -208,45 +144,35 @@ def pushed(
     asked: AdapterOptions,
     adapter: Adapter,
     push: Callable[[], object],
-    prepare: Callable[[], None] = lambda: None,
+    *,
+    from_folder: bool = False,
 ) -> dict[str, Any]:
-    """Push versions under streams; return the seconds of each, and the longest silence of a stream meanwhile.
-
-    ``prepare``: called before each push, and not timed with it.
-    """
-    before = updates(client)
-    spans = list[tuple[float, float]]()
-    with streams(url, asked.streams) as silences:
-        began = time.monotonic()
+    """Push versions under streams; return the seconds of each, and how long engines closed."""
+    before, seconds = updates(client), list[float]()
+    with rollouts(url, asked.streams, PUSHED):
         time.sleep(QUIET_S)
         for _ in range(asked.pushes):
             adapter.step()
-            prepare()
+            if from_folder:
+                adapter.save(asked.saved)
             started = time.monotonic()
             push()
-            spans.append((started, time.monotonic()))
+            seconds.append(time.monotonic() - started)
             time.sleep(1.0)  # a trainer's step lasts longer
     closed = [update.closed_s for update in updates(client) - before if update is not None]
-    seconds = [end - start for start, end in spans]
     newest = client.adapters()[-1]
     check = client.generate([11, 12, 13], max_tokens=4, adapter=PUSHED, min_adapter_version=newest.version)
     return {
         "push_s": seconds,
         "median_push_s": statistics.median(seconds),
         "engine_closed_s": sum(closed),
-        "silence_s": [longest(silences, *span) for span in spans],
-        "silence_without_push_s": longest(silences, began, began + QUIET_S),
         "nbytes": newest.nbytes,
-        "version": newest.version,
         "served": all(span.adapter_version == newest.version for c in check.completions for span in c.spans),
     }
 
 
 def repeated(url: str, client: SyncRolloutClient, asked: AdapterOptions, adapter: Adapter) -> dict[str, Any]:
-    """Look prompts of the model and of an adapter up: first, again, and after a push of another adapter.
-
-    Counts the tokens that the prefix caches had, by vLLM's counters. Nothing else may run.
-    """
+    """Look prompts of the model and of an adapter up: first, again, and after a push of another adapter."""
     adapter.push(client, "kept")
     is_tiny = asked.model == "tiny"
     prompt = [5 + i % 90 for i in range(asked.repeated)] if is_tiny else random_prompts([asked.repeated])[0]
@@ -308,7 +234,7 @@ async def rate(url: str, asked: AdapterOptions, named: int) -> dict[str, Any]:
 async def measure_bare(asked: AdapterOptions, adapter: Adapter) -> None:
     """Measure the tokens/s of one engine without a service."""
     adapter.save(asked.saved)
-    first = AdapterVersion(name="run", version=0, digest="", base_version=0, base_digest="", rank=asked.rank, nbytes=0)
+    first = AdapterVersion(name="run", version=0, digest="", base_version=0, base_digest="", rank=RANK, nbytes=0)
     versions = [
         first.model_copy(update={"version": number, "digest": str(number)}) for number in range(max(asked.live))
     ]
@@ -340,23 +266,21 @@ def measure_pushes(url: str, client: SyncRolloutClient, asked: AdapterOptions, a
     """Push by each transport."""
     adapter.push(client, PUSHED)  # streams name it
     keep(asked, "tensors", pushed(url, client, asked, adapter, lambda: adapter.push(client, PUSHED)))
-    saved_s = list[float]()
 
     def load() -> None:
         body = {"lora_name": PUSHED, "lora_path": str(asked.saved)}
         httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=600).raise_for_status()
 
-    def save() -> None:
-        started = time.monotonic()
-        adapter.save(asked.saved)
-        saved_s.append(time.monotonic() - started)
-
-    keep(asked, "folder", pushed(url, client, asked, adapter, load, save) | {"saved_s": saved_s})
+    keep(asked, "folder", pushed(url, client, asked, adapter, load, from_folder=True))
 
 
 def keep(asked: AdapterOptions, case: str, found: dict[str, Any]) -> None:
     """Add a case to the result."""
-    sizes = asked.model_dump(mode="json", include={*SAME} - {"case"}) | {"case": case}
+    sizes = asked.model_dump(mode="json", include={*SAME} - {"case"}) | {
+        "case": case,
+        "rank": RANK,
+        "dtype": "bfloat16",
+    }
     results.add(RESULT, [sizes | found], SAME)
 
 
@@ -369,7 +293,7 @@ def measure_service(asked: AdapterOptions, model: Path) -> None:
         wait_until_ready(client, asked.replicas)
         for name in {each.name for each in client.adapters()}:  # of an earlier run
             client.remove_adapter(name)
-        adapter = Adapter(model, asked)
+        adapter = Adapter(model)
         if Phase.PUSH in asked.phase:
             measure_pushes(url, client, asked, adapter)
         if Phase.TOKENS in asked.phase:
@@ -392,7 +316,7 @@ def main(asked: AdapterOptions) -> None:
     if {Phase.PUSH, Phase.TOKENS} & {*asked.phase}:
         measure_service(asked, model)
     if Phase.BARE in asked.phase:
-        asyncio.run(measure_bare(asked.model_copy(update={"replicas": 1}), Adapter(model, asked)))
+        asyncio.run(measure_bare(asked.model_copy(update={"replicas": 1}), Adapter(model)))
     if Phase.TOKENS in asked.phase:
         with shipped_service(asked, str(asked.replicas)) as (url, start):
             keep(asked, "off", start | asyncio.run(rate(url, asked, 0)))

@@ -8,18 +8,15 @@ from multiprocessing.sharedctypes import SynchronizedArray
 from multiprocessing.synchronize import Event
 
 from rollout_service.client import RolloutClient
+from rollout_service.client._generate import GenerateOptions
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
-_END_S = 60
-"""In which the rollouts under way end."""
+_END_S = 60  # in which the rollouts under way end
 
 
 @asynccontextmanager
 async def busy(concurrent: int, request: Callable[[int], Awaitable[object]]) -> AsyncIterator[None]:
-    """So many at any time until the block ends; those under way are waited for.
-
-    ``request`` makes one, and is given which of the ``concurrent`` it is.
-    """
+    """Keep so many requests under way until the block ends, and wait for those under way then."""
     stop = asyncio.Event()
 
     async def work(number: int) -> None:
@@ -36,15 +33,15 @@ async def busy(concurrent: int, request: Callable[[int], Awaitable[object]]) -> 
 
 
 @contextmanager
-def rollouts(url: str, concurrent: int) -> Iterator["SynchronizedArray[int]"]:
-    """So many rollouts at any time, by a client in a process of its own: in a trainer's they would take the lock of
-    Python from the threads of its push. Raises RuntimeError if it fails.
+def rollouts(url: str, concurrent: int, adapter: str | None = None) -> Iterator["SynchronizedArray[int]"]:
+    """Keep so many rollouts under way; yield the number of those that have ended and of those that were aborted.
 
-    Yields the number of rollouts that have ended, and of those that an update aborted.
+    With an ``adapter``, all are streams, half of which name it. Raises RuntimeError if their process fails.
     """
+    # a process of its own: in a trainer's the client would take the GIL from the threads of its push
     context = multiprocessing.get_context("spawn")
     begun, stop, counts = context.Event(), context.Event(), context.Array("q", 2)
-    client = context.Process(target=_generate, args=(url, concurrent, begun, stop, counts), daemon=True)
+    client = context.Process(target=_generate, args=(url, concurrent, adapter, begun, stop, counts), daemon=True)
     client.start()
     try:
         while not begun.wait(1):
@@ -63,13 +60,23 @@ def _require_alive(is_alive: bool, code: int | None) -> None:
         raise RuntimeError(f"the process that asks for rollouts has ended with code {code}")
 
 
-def _generate(url: str, concurrent: int, begun: Event, stop: Event, counts: "SynchronizedArray[int]") -> None:
+def _generate(
+    url: str, concurrent: int, adapter: str | None, begun: Event, stop: Event, counts: "SynchronizedArray[int]"
+) -> None:
     async def run() -> None:
         async with RolloutClient(url) as client:
 
             async def request(number: int) -> None:
+                options: GenerateOptions = {"max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
                 prompt = list(range(number + 10, number + 10 + PROMPT_TOKENS))
-                rollout = await client.generate(prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+                if adapter is None:
+                    rollout = await client.generate(prompt, **options)
+                else:
+                    options["adapter"] = adapter if number % 2 else None
+                    async with client.generate_stream(prompt, **options) as stream:
+                        async for _ in stream:
+                            pass
+                    rollout = stream.rollout
                 counts[0] += 1
                 counts[1] += rollout.completions[0].finish_reason == "abort"
 

@@ -9,7 +9,7 @@ larger part is noise. Adam divides by their size, so what counts is only how muc
 gradients in the rows of the tokens of a batch, of which each step draws a fifth.
 
 Compared are the versions before and after one step, and after 16 more steps, as they are stored: FP8 codes, their
-scales, BF16. ``benchmarks.update.live`` pushes deltas.
+scales, BF16.
 """
 
 import itertools
@@ -33,10 +33,8 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe
 
 LEARNING_RATE = 1e-6
-PERSISTENT, NOISE = 1.0, 5.0
-"""Standard deviations of what a gradient is the sum of."""
-ROWS_IN_A_BATCH = 0.2
-"""Share of the embedding's rows that have a gradient in one step."""
+PERSISTENT, NOISE = 1.0, 5.0  # standard deviations of what a gradient is the sum of
+ROWS_IN_A_BATCH = 0.2  # share of the embedding's rows that have a gradient in one step
 LAYER = "model.layers.0."
 EMBEDDING = "model.embed_tokens.weight"
 STEPS = ((0, 1), (9, 10), (99, 100), (84, 100))
@@ -92,7 +90,6 @@ def trained(weights: Tensors) -> Iterator[Tensors]:
 
 
 def versions(weights: Tensors, recipe: TrainerRecipe) -> dict[int, Tensors]:
-    """What is compared, as it is stored."""
     wanted, converter = {step for pair in STEPS for step in pair}, Converter(recipe, device="cpu")
     stepped = itertools.islice(trained(weights), max(wanted))
     return {
@@ -111,7 +108,6 @@ def sent(version: Tensors) -> SentWeights:
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
-    """The elements as unsigned integers."""
     return np.frombuffer(tensor_bytes(tensor), f"<u{tensor.element_size()}")
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.update.engine [--model qwen3-8b] [--model qwen3-30b-a3b]
 
-Random weights in FP8 and a GPU. Each way loads the same version, from ``--folder`` (memory, if that is a tmpfs), into
-an engine that generates ``--concurrent`` rollouts all the while: *closed* is from the pause until it runs again.
+Random weights in FP8 and a GPU. Each way loads the same version from memory into an engine that generates 64 rollouts
+all the while: *closed* is from the pause until it runs again.
 
 - ``native``: vLLM's layerwise reload, all tensors on the GPU before it closes;
 - ``device``: our load plan, from the same staging area on the GPU;
@@ -26,8 +26,7 @@ from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.engine import bare_engine
 from benchmarks.common.paths import SHARED_MEMORY
-from benchmarks.common.random_weights import gaussian
-from benchmarks.common.shapes import Shape, write_config
+from benchmarks.common.shapes import Shape, gaussian, write_config
 from benchmarks.common.timing import copy_seconds
 from benchmarks.update.busy import busy
 from rollout_service.config import ServiceConfig
@@ -42,10 +41,10 @@ from rollout_service.store.manifest import MANIFEST_FILE, Manifest, Recipe
 from rollout_service.store.writer import VersionWriter
 
 RESULT = "update_engine"
-SAME = ("model", "way", "layers", "eager", "concurrent")
-"""Fields in which two cases agree that measured the same."""
+SAME = ("model", "way", "eager", "concurrent")
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 400
 COPY_BYTES = 4 << 30
+CONCURRENT = 64  # rollouts that run meanwhile
 
 
 class Way(StrEnum):
@@ -65,16 +64,10 @@ class UpdateOptions(Options):
 
     model: tuple[Shape, ...] = (Shape.QWEN3_8B,)
     """Whose shapes; may be repeated."""
-    layers: int | None = None
-    """Fewer layers than the published model."""
     repeats: int = 5
     """Versions in each way."""
-    concurrent: int = 64
-    """Rollouts that run meanwhile."""
     eager: bool = False
     """No torch.compile and no CUDA graphs: engines start sooner."""
-    folder: Path = SHARED_MEMORY
-    """Where versions are put."""
 
 
 @dataclass
@@ -84,18 +77,11 @@ class Case:
     model: str
     way: str
     gbytes: float
-    layers: int | None
     eager: bool
-    concurrent: int
-    closed_s: list[float] = field(default_factory=list)
-    """From the pause until the engine runs again."""
-    load_s: list[float] = field(default_factory=list)
-    """Of it, the load alone."""
-    stage_s: list[float] = field(default_factory=list)
-    """Before it, while the engine served."""
-    limit_s: float = 0.0
-    """Reading and writing the bytes once, at the speed of a device-to-device copy in the same run."""
-    copies: int | None = None
+    concurrent: int = CONCURRENT
+    closed_s: list[float] = field(default_factory=list)  # from the pause until the engine runs again
+    load_s: list[float] = field(default_factory=list)  # of it, the load alone
+    limit_s: float = 0.0  # reading and writing the bytes once, at the speed of a device-to-device copy in the same run
     no_plan: str | None = None
 
 
@@ -128,27 +114,24 @@ def write_version(model: ServedModel, config: ServiceConfig, folder: Path) -> Ma
     return manifest
 
 
-def load(adapter: EngineAdapter, concurrent: int) -> AbstractAsyncContextManager[None]:
-    """So many rollouts at any time."""
+def load(adapter: EngineAdapter) -> AbstractAsyncContextManager[None]:
     sampling, turns = Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True), itertools.count()
 
     def request(number: int) -> Awaitable[object]:
         prompt = tuple(range(number + 10, number + 10 + PROMPT_TOKENS))
         return adapter.generate(f"{number}-{next(turns)}", prompt, sampling)
 
-    return busy(concurrent, request)
+    return busy(CONCURRENT, request)
 
 
 async def update(adapter: EngineAdapter, folder: Path, version: int, case: Case | None = None) -> None:
     """Load one version as a replica does it, and note the seconds in ``case``."""
-    started = time.perf_counter()
     await adapter.stage(folder)
     closed = time.perf_counter()
     await adapter.pause("keep")
     load_s = await adapter.load(folder, version)
     await adapter.resume()
     if case is not None:
-        case.stage_s.append(closed - started)
         case.closed_s.append(time.perf_counter() - closed)
         case.load_s.append(load_s)
 
@@ -160,13 +143,13 @@ async def measure(config: ServiceConfig, folder: Path, cases: list[Case], repeat
         for case in cases:
             await adapter.ask_workers("plan_loads", case.way != Way.NATIVE)
             await update(adapter, folder, next(versions))  # the first warms up, and teaches
-            async with load(adapter, case.concurrent):
+            async with load(adapter):
                 await asyncio.sleep(1.0)
                 for _ in range(repeats):
                     await update(adapter, folder, next(versions), case)
                     await asyncio.sleep(0.3)
             [last] = await adapter.ask_workers("load_report")
-            case.copies, case.no_plan = last.get("copies"), last.get("no_plan")
+            case.no_plan = last.get("no_plan")
 
 
 def copy_limit_s(nbytes: int) -> float:
@@ -177,32 +160,24 @@ def copy_limit_s(nbytes: int) -> float:
 
 
 def config_of(model: Path, staging: str, eager: bool) -> ServiceConfig:
-    """Of an engine in FP8 with one kind of staging."""
-    engine = {
-        "max_model_len": 1024,
-        "staging": staging,
-        "enforce_eager": eager,
-        "gpu_memory_utilization": 0.85,
-    }
+    engine = {"max_model_len": 1024, "staging": staging, "enforce_eager": eager, "gpu_memory_utilization": 0.85}
     return ServiceConfig.model_validate({"model": {"path": model}, "engine": engine})
 
 
 def measure_model(shape: Shape, folder: Path, options: UpdateOptions) -> Iterator[Case]:
-    """All ways with one model, each kind of staging with an engine of its own."""
-    path, version = write_config(shape, folder / shape, options.layers), folder / f"{shape}-version"
+    """Measure all ways with one model, each kind of staging with an engine of its own."""
+    path, version = write_config(shape, folder / shape), folder / f"{shape}-version"
     manifest = write_version(ServedModel.load(path), config_of(path, "none", options.eager), version)
     gbytes, limit_s = manifest.total_bytes / 1e9, copy_limit_s(manifest.total_bytes)
     for staging, ways in OFFERED.items():
-        cases = [
-            Case(shape, way, gbytes, options.layers, options.eager, options.concurrent, limit_s=limit_s) for way in ways
-        ]
+        cases = [Case(shape, way, gbytes, options.eager, limit_s=limit_s) for way in ways]
         asyncio.run(measure(config_of(path, staging, options.eager), version, cases, options.repeats))
         yield from cases
 
 
 def main(options: UpdateOptions) -> None:
     """Measure, and add the cases to benchmarks/results/<machine>/update_engine.json."""
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         for shape in options.model:
             for case in measure_model(shape, Path(folder), options):
                 results.add(RESULT, [asdict(case)], SAME)

@@ -20,17 +20,19 @@ from typing import Any
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
-from benchmarks.common.gpu_service import ModelOptions, random_weights, serving_tiny_model, serving_weights
+from benchmarks.common.gpu_service import (
+    ModelOptions,
+    random_weights,
+    serving_tiny_model,
+    serving_weights,
+    usual_engine,
+)
 from benchmarks.common.work import random_prompts
-from benchmarks.update.live import LiveEngine
 from rollout_service.client import RolloutClient
 
 RESULT = "update_long_context"
-SAME = ("model", "layers", "policy", "sessions", "prompt_tokens")
-"""Fields in which two cases agree that measured the same."""
-TINY = range(5, 105)
-"""Token ids of the tiny model."""
-BIN_S = 0.5
+SAME = ("model", "policy", "sessions", "prompt_tokens")
+TINY = range(5, 105)  # token ids of the tiny model
 BF16_CACHE = {"dtype": "bfloat16"}
 
 
@@ -61,27 +63,19 @@ class Case:
     """One policy with one model."""
 
     model: str
-    layers: int | None
     policy: str
     sessions: int
     prompt_tokens: int
-    closed_s: float = 0.0
-    """In which the engine did not run, of the update."""
-    before: float = 0.0
-    """Tokens per second of all streams."""
+    closed_s: float = 0.0  # in which the engine did not run, of the update
+    before: float = 0.0  # tokens per second of all streams
     after: float = 0.0
     silences_s: list[float] = field(default_factory=list)
     """Of each stream, the longest from the push on; in ascending order."""
-    kept: int = 0
-    """Streams with tokens that read keys and values of an older version."""
-    window_s: float = 10.0
-    """Seconds over which tokens are counted before and after the update."""
-    bins: dict[str, int] = field(default_factory=dict)
-    """Tokens in each half second, by its begin in seconds from the push."""
+    kept: int = 0  # streams with tokens that read keys and values of an older version
+    window_s: float = 10.0  # seconds over which tokens are counted before and after the update
 
 
-Arrivals = list[tuple[float, int]]
-"""Of one stream: second and number of tokens of each piece."""
+Arrivals = list[tuple[float, int]]  # of one stream: second and number of tokens of each piece
 
 
 async def stream(client: RolloutClient, prompt: list[int], out: int, arrivals: Arrivals) -> bool:
@@ -94,7 +88,7 @@ async def stream(client: RolloutClient, prompt: list[int], out: int, arrivals: A
 
 
 async def measure(url: str, folder: Path, case: Case, prompts: list[list[int]], out: int) -> None:
-    """One update of a running service. Versions 1 and 2 teach it the load plan."""
+    """Measure one update of a running service. Versions 1 and 2 teach it the load plan."""
     async with RolloutClient(url) as client:
         for version in (1, 2):
             await client.push_path(version, folder)
@@ -132,27 +126,24 @@ def show(case: Case, arrivals: list[Arrivals], begin: float, closed_at: float) -
         return sum(count for at, count in tokens if start <= at < start + case.window_s) / case.window_s
 
     case.before, case.after = rate(begin - case.window_s), rate(closed_at)
-    for at, count in tokens:
-        name = f"{(at - begin) // BIN_S * BIN_S:g}"
-        case.bins[name] = case.bins.get(name, 0) + count
     for pieces in arrivals:
         times = [at for at, _ in pieces]
         case.silences_s.append(max(b - a for a, b in itertools.pairwise(times) if b > begin))
     case.silences_s.sort()
 
 
-def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> None:
+def main(model: ModelOptions, options: ContextOptions) -> None:
     """Measure each policy, and add the cases to benchmarks/results/<machine>/update_long_context.json."""
-    name, layers = ("tiny-qwen3", None) if options.cpu else (model.model, model.layers)
+    name = "tiny-qwen3" if options.cpu else model.model
     policies = map(str, options.policy)  # PyYAML writes no enumerations
-    cases = [Case(name, layers, policy, options.sessions, options.prompt) for policy in policies]
+    cases = [Case(name, policy, options.sessions, options.prompt) for policy in policies]
     prompts = random_prompts([options.prompt] * options.sessions)
     if options.cpu:
         prompts = [[TINY[token % len(TINY)] for token in prompt] for prompt in prompts]
     engine_settings = {
         "max_model_len": options.prompt + options.out + 64,
         "max_num_seqs": options.sessions,
-        **({} if options.cpu else engine.settings(options.sessions)),
+        **({} if options.cpu else usual_engine(options.sessions)),
     }
     with nullcontext() if options.cpu else random_weights(model) as path:
         for case in cases:
@@ -161,7 +152,7 @@ def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> No
                 serving = serving_tiny_model(engine=engine_settings, weights=weights, kv_cache=BF16_CACHE)
             else:
                 weights["root"] = str(path.parent / f"log-{case.policy}")
-                serving = serving_weights(model, path, engine_settings, weights=weights)
+                serving = serving_weights(path, engine_settings, weights=weights)
             with serving as service:
                 asyncio.run(measure(service.url, service.config.model.path, case, prompts, options.out))
             results.add(RESULT, [asdict(case)], SAME)

@@ -1,21 +1,17 @@
 """Time from ``POST /pull_weights`` until every replica serves a delta that a trainer has published.
 
-    python -m benchmarks.update.pull [--source folder --source http --source s3]
+    python -m benchmarks.update.pull [--source folder --source http]
 
 Writes random weights of a published shape and versions in the format of slime and miles, each of which changes the
 last two bits of 1% of the elements. Starts the service as it comes, and pulls the versions while rollouts run.
 
 - ``folder``: from a local disk. The page cache holds the versions, as after a trainer on the same host;
-- ``http``: from a web server on loopback, beside reading the same files with the standard library;
-- ``s3``: from moto's S3 server on loopback, likewise; requires the packages of requirements/clients/stores.txt.
+- ``http``: from a web server on loopback, beside reading the same files with the standard library.
 
 Each source is a case of benchmarks/results/<machine>/update_pull.json. ``served_s`` ends when the last replica serves
-the version, ``reply_s`` with the reply, and ``base_s`` when the next delta's base is kept. The stages are ``fetch_s``
-of a URL, the ingest's threads together (``quantize_s``, ``store_s``), and the slowest replica's ``stage_s`` and
-``closed_s``. On a CPU: ``--model tiny --concurrent 8``.
+the version; ``fetch_s`` is of a URL, and ``closed_s`` the slowest replica's. On a CPU: ``--model tiny``.
 """
 
-import os
 import socket
 import statistics
 import sys
@@ -50,14 +46,10 @@ from tests.support.delta_writer import Change, change, write_version
 RESULT = "update_pull"
 _MODULE = "benchmarks.update.pull"
 SAME = ("model", "replicas", "source")
-"""Fields in which two cases agree that measured the same."""
-SHARE = 0.01
-"""Share of the elements that a version changes."""
-FILES = 8
-"""Files of a version."""
+SHARE = 0.01  # share of the elements that a version changes
+FILES = 8  # files of a version
 PULLS, FIRST = 5, 2
 """Versions from each source, and those reported apart: the first one copies the model, and memory is registered."""
-_S3 = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 class SourceKind(StrEnum):
@@ -65,7 +57,6 @@ class SourceKind(StrEnum):
 
     FOLDER = "folder"
     HTTP = "http"
-    S3 = "s3"
 
 
 class PullOptions(ServedOptions):
@@ -73,19 +64,14 @@ class PullOptions(ServedOptions):
 
     source: tuple[SourceKind, ...] = (SourceKind.FOLDER, SourceKind.HTTP)
     """May be repeated."""
-    replicas: int = 1
-    concurrent: int = 64
-    """Rollouts under way."""
 
 
 class Source(NamedTuple):
     """A place with all versions."""
 
     kind: SourceKind
-    place: str
-    """The folder, or its URL for the service."""
-    http: str | None = None
-    """The address under which a plain GET reads the same files."""
+    place: str  # the folder, or its URL for the service
+    http: str | None = None  # the address under which a plain GET reads the same files
 
 
 def write_versions(model: Path, store: Path, count: int) -> None:
@@ -115,9 +101,6 @@ def write_versions(model: Path, store: Path, count: int) -> None:
         write_version(store, version, of_version, files=FILES)
 
 
-# --- sources
-
-
 def file_server(arguments: list[str]) -> web.Application:
     """Return a web server of a folder, and of ranges of its files, for ``python -m aiohttp.web``."""
     application = web.Application()
@@ -133,11 +116,7 @@ def opened(kind: SourceKind, store: Path) -> Iterator[Source]:
         return
     port = free_port()
     address = f"http://127.0.0.1:{port}"
-    if kind is SourceKind.HTTP:
-        command = ["aiohttp.web", "-H", "127.0.0.1", "-P", str(port), f"{_MODULE}:file_server", str(store.parent)]
-    else:
-        command = ["moto.server", "-p", str(port)]
-        os.environ.update(_S3, AWS_ENDPOINT_URL=address)  # noqa: TID251 - the service inherits it
+    command = ["aiohttp.web", "-H", "127.0.0.1", "-P", str(port), f"{_MODULE}:file_server", str(store.parent)]
     log = store.with_suffix(f".{kind}.log")
     with process([sys.executable, "-m", *command], log, folder=store, environment={}, grace_s=1) as server:
         while server.poll() is None:
@@ -146,15 +125,7 @@ def opened(kind: SourceKind, store: Path) -> Iterator[Source]:
             time.sleep(0.1)
         else:
             raise RuntimeError(f"the server of {kind} has ended: {log.read_text()}")
-        if kind is SourceKind.S3:
-            import s3fs
-
-            bucket = s3fs.S3FileSystem()
-            bucket.mkdir("run")
-            bucket.put(str(store), f"run/{store.name}", recursive=True)
-            yield Source(kind, f"s3://run/{store.name}", f"{address}/run/{store.name}")
-        else:
-            yield Source(kind, f"{address}/{store.name}", f"{address}/{store.name}")
+        yield Source(kind, f"{address}/{store.name}", f"{address}/{store.name}")
 
 
 def read(source: Source, files: list[Path]) -> float:
@@ -170,9 +141,6 @@ def read(source: Source, files: list[Path]) -> float:
     if sizes != [file.stat().st_size for file in files]:
         raise RuntimeError(f"{source.http} gave files of {sizes} bytes")
     return took_s
-
-
-# --- pulls
 
 
 def pulled(client: SyncRolloutClient, url: str, source: Source, number: int) -> results.Json:
@@ -192,19 +160,15 @@ def pulled(client: SyncRolloutClient, url: str, source: Source, number: int) -> 
                 found["served_s"] = time.perf_counter() - started
             time.sleep(0.005)
         reply = call.result()
-    found["reply_s"] = time.perf_counter() - started
-    while fleet.log is not None and (fleet.log.root / "trainer/PENDING").exists():
+    reply_s = time.perf_counter() - started
+    while fleet.log is not None and (fleet.log.root / "trainer/PENDING").exists():  # the next delta's base is kept
         time.sleep(0.005)
-    found["base_s"] = time.perf_counter() - started
     if reply.is_error:
         raise RuntimeError(f"version {number} of {source.place}: {reply.text}")
-    found.setdefault("served_s", found["reply_s"])
+    found.setdefault("served_s", reply_s)
     status = next(status for status in client.weights() if status.version == reply.json()["version"])
     updates = [replica.update for replica in status.replicas if replica.update is not None]
-    assert status.timings is not None and updates
-    found |= {name: getattr(status.timings, name) for name in ("quantize_s", "store_s", "finish_s")}
-    found |= {name: max(getattr(update, name) for update in updates) for name in ("stage_s", "closed_s")}
-    return {"digest": status.digest, **found}
+    return {"digest": status.digest, **found, "closed_s": max(update.closed_s for update in updates)}
 
 
 def case_of(client: SyncRolloutClient, url: str, source: Source, store: Path) -> results.Json:
@@ -250,12 +214,12 @@ def main(asked: PullOptions) -> None:
             "source_roots": [str(store)],
             "source_urls": [source.place for source in sources if source.http is not None],
         }
-        url, start = stack.enter_context(shipped_service(asked, str(asked.replicas), weights=allowed))
+        url, start = stack.enter_context(shipped_service(asked, "1", weights=allowed))
         client = stack.enter_context(SyncRolloutClient(url))
         fleet = client.fleet()
-        common: results.Json = {"model": asked.model, "replicas": asked.replicas, "staging": fleet.replicas[0].staging}
+        common: results.Json = {"model": asked.model, "replicas": 1, "staging": fleet.replicas[0].staging}
         common |= {"log": None if fleet.log is None else str(fleet.log.root), "start_s": start["start_s"]}
-        counts = stack.enter_context(rollouts(url, asked.concurrent))
+        counts = stack.enter_context(rollouts(url, 8 if asked.model == "tiny" else 64))
         for source in sources:
             before = counts[:]
             case = common | {"source": source.kind, **case_of(client, url, source, store)}

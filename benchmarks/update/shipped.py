@@ -20,12 +20,11 @@ from benchmarks.common.processes import raise_at_sigterm
 from benchmarks.common.shipped_service import ServedOptions, shipped_service, wait_until_ready
 from benchmarks.soak.strike import victims
 from benchmarks.update.busy import rollouts
-from benchmarks.update.pushes import pushed, trainer_model
-from benchmarks.update.sharded_trainer import pushed_sharded
+from benchmarks.update.pushes import pushed, pushed_sharded, trainer_model
 from rollout_service.client import SyncRolloutClient
 
 SAME = ("model", "replicas", "tensor_parallel", "ranks", "gpu_share", "transport")
-"""Fields in which two cases agree that measured the same."""
+CONCURRENT = 64  # rollouts under way
 
 
 class ShippedOptions(ServedOptions):
@@ -39,8 +38,6 @@ class ShippedOptions(ServedOptions):
     transport: tuple[str, ...] = ("auto", "http", "http:trainer", "delta")
     pushes: int = 7
     """By each transport."""
-    concurrent: int = 64
-    """Rollouts under way."""
 
 
 def main(asked: ShippedOptions) -> None:
@@ -50,17 +47,14 @@ def main(asked: ShippedOptions) -> None:
     sizes: dict[str, Any] = {"model": asked.model, "replicas": asked.replicas, "gpu_share": asked.gpu_share}
     sizes |= {name: of for name in ("tensor_parallel", "ranks") if (of := getattr(asked, name)) > 1}
     for again in range(asked.starts):
-        with (
-            shipped_service(asked, str(asked.replicas)) as (url, start),
-            SyncRolloutClient(url) as client,
-        ):
+        with shipped_service(asked, str(asked.replicas)) as (url, start), SyncRolloutClient(url) as client:
             fleet = client.fleet()
             where = None if fleet.log is None else fleet.log.model_dump(mode="json")
             common = sizes | {"staging": fleet.replicas[0].staging}
             _keep(common | {"transport": f"start {again + 1}", **start, "log": where})
             if again + 1 < asked.starts:
                 continue
-            with rollouts(url, asked.concurrent):
+            with rollouts(url, CONCURRENT):
                 for transport, timings in _pushes(asked, model, url, client):
                     _keep(common | {"transport": transport, **timings})
             if asked.replicas > 1:

@@ -17,21 +17,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import results
-from benchmarks.common.command import Options, run
-from benchmarks.common.gpu_service import ModelOptions, serving_random_weights
-from benchmarks.update.live import LiveEngine
+from benchmarks.common.command import run
+from benchmarks.common.gpu_service import ModelOptions, fitting, serving_random_weights, usual_engine
+from benchmarks.common.work import WorkOptions
 from rollout_service.client import RolloutClient
 
 RESULT = "update_sleep"
-SAME = ("model", "layers", "staging")
-"""Fields in which two cases agree that measured the same."""
-
-
-class SleepOptions(Options):
-    """How often."""
-
-    repeats: int = 6
-    """Rounds; every second one commits a version while the engines sleep."""
+SAME = ("model", "staging")
+ROUNDS = 6  # every second one commits a version while the engines sleep
 
 
 @dataclass
@@ -39,34 +32,27 @@ class Case:
     """One model."""
 
     model: str
-    layers: int | None
     staging: str
     awake_gib: float = 0.0
     asleep_gib: list[float] = field(default_factory=list)
     sleep_s: list[float] = field(default_factory=list)
-    wake_s: list[float] = field(default_factory=list)
-    """To the version that was served before."""
-    wake_to_new_s: list[float] = field(default_factory=list)
-    """To one that was committed meanwhile."""
-    stage_s: list[float] = field(default_factory=list)
-    load_s: list[float] = field(default_factory=list)
-    """Of each wake-up, as the replica reports them: ``UpdateTimings``."""
+    wake_s: list[float] = field(default_factory=list)  # to the version that was served before
+    wake_to_new_s: list[float] = field(default_factory=list)  # to one that was committed meanwhile
 
 
 def gib_in_use() -> float:
-    """Of the GPU, by all processes."""
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**30
 
 
-async def measure(url: str, folder: Path, case: Case, repeats: int, before_gib: float) -> None:
-    """All rounds of a running service. Version 1 teaches it the load plan that later ones are loaded by."""
+async def measure(url: str, folder: Path, case: Case, before_gib: float) -> None:
+    """Measure all rounds. Version 1 teaches the service the load plan that later ones are loaded by."""
     async with RolloutClient(url) as client:
         newest = 1
         await client.push_path(newest, folder)
         await client.generate([1, 2, 3], max_tokens=16, ignore_eos=True)
         case.awake_gib = gib_in_use() - before_gib
-        for number in range(repeats):
+        for number in range(ROUNDS):
             started = time.perf_counter()
             await client.sleep()
             case.sleep_s.append(time.perf_counter() - started)
@@ -82,18 +68,16 @@ async def measure(url: str, folder: Path, case: Case, repeats: int, before_gib: 
             rollout = await client.generate([1, 2, 3], max_tokens=16, ignore_eos=True)
             if {span.version for c in rollout.completions for span in c.spans} != {newest}:
                 raise RuntimeError(f"woken engines serve {rollout.completions[0].spans}, not version {newest}")
-            for replica in (await client.fleet()).replicas:
-                if replica.update is not None:
-                    case.stage_s.append(replica.update.stage_s)
-                    case.load_s.append(replica.update.load_s)
 
 
-def main(model: ModelOptions, rounds: SleepOptions, engine: LiveEngine) -> None:
+def main(model: ModelOptions) -> None:
     """Measure, and add the case to benchmarks/results/<machine>/update_sleep.json."""
-    case = Case(model.model, model.layers, engine.staging)
+    work = WorkOptions()
+    engine = fitting(work) | usual_engine(work.sequences) | {"enable_sleep_mode": True}
+    case = Case(model.model, engine["staging"])
     before_gib = gib_in_use()
-    with serving_random_weights(model, engine.fitting() | {"enable_sleep_mode": True}) as (service, path):
-        asyncio.run(measure(service.url, path, case, rounds.repeats, before_gib))
+    with serving_random_weights(model, engine) as (service, path):
+        asyncio.run(measure(service.url, path, case, before_gib))
     results.add(RESULT, [asdict(case)], SAME)
 
 

@@ -57,9 +57,8 @@ class Uploader:
             "cuda_ipc": SharedMemoryPushes(http, self.begin, self._listeners.find, GpuMemory),
             "shared_memory": SharedMemoryPushes(http, self.begin, self._listeners.find, HostMemory),
         }
-        """The kinds of shared memory, in the order that ``auto`` tries them. For GPU tensors, CUDA IPC took 0.7 of the
-        time of host memory (``benchmarks/results/h200/update_live.json``). It takes 1.5 GiB or more of the trainer's
-        GPU, and is skipped if that is not free."""
+        """The kinds of shared memory, in the order that ``auto`` tries them. CUDA IPC is the first: it copies
+        nothing through the host. It takes 1.5 GiB or more of the trainer's GPU, and is skipped if that is not free."""
 
     def close(self) -> None:
         """Release the memory that is kept for the next push."""

@@ -2,13 +2,12 @@
 
 import pytest
 
-from benchmarks.common.gpu_limits import GpuLimits
 from benchmarks.common.gpu_service import Mode
 from benchmarks.common.shapes import Shape, write_config
 from benchmarks.common.step_profile import kind_of, summary
 from benchmarks.common.work import WorkOptions
 from benchmarks.rollout.decode_step import differences, own_tokens
-from benchmarks.rollout.roofline import parts, roofline
+from benchmarks.rollout.roofline import GpuLimits, parts, roofline
 from rollout_service.model.served_model import ServedModel
 
 STEP = {"cat": "user_annotation", "name": "execute_context_0(0)_generation_2(2)", "ts": 0, "dur": 9, "tid": 1}

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from benchmarks.soak import engines
-from benchmarks.soak.diary import Diary
+from benchmarks.soak.account import Diary
 from benchmarks.soak.engines import EngineStarts
 
 

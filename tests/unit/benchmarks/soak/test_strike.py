@@ -8,9 +8,8 @@ import psutil
 import pytest
 
 from benchmarks.soak import strike as strike_module
-from benchmarks.soak.diary import Diary
-from benchmarks.soak.schedule import TITLES, Signal, Strike
-from benchmarks.soak.strike import Striker, alive
+from benchmarks.soak.account import Diary
+from benchmarks.soak.strike import TITLES, Signal, Strike, Striker, alive
 
 
 @pytest.fixture

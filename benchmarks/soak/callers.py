@@ -1,4 +1,4 @@
-"""A trainer that pushes without end, and holds what it was told against the log."""
+"""A probe that shows when there is service, and a trainer that pushes without end."""
 
 import asyncio
 import random
@@ -6,15 +6,48 @@ from typing import Any
 
 import httpx
 
-from benchmarks.faults.ground import Ground
+from benchmarks.faults.ground import PROMPT, Ground, Load
 from benchmarks.faults.kills import newest
-from benchmarks.soak.account import Versions
-from benchmarks.soak.diary import Diary
+from benchmarks.soak.account import Diary, Timeline, Versions
+from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.fleet import PauseMode
+from tests.support.telltale import assert_pure
 
+EVERY_S, TIMEOUT_S = 0.1, 2.0
 PAUSE_S = 0.5
 MODES: tuple[PauseMode, ...] = ("keep", "abort", "wait")
+
+
+class Probe:
+    """Asks for one token every ``EVERY_S``, whether the probe before was answered or not."""
+
+    def __init__(self, url: str, diary: Diary, load: Load) -> None:
+        """``load``: where a stale token is noted."""
+        self._url, self._diary, self._load = url, diary, load
+        self.timeline = Timeline()
+        self.newest_version = -1
+        """Of all weights that made an answer."""
+
+    async def run(self) -> None:
+        async with RolloutClient(self._url, retries=0) as client, asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._once(client))
+                await asyncio.sleep(EVERY_S)
+
+    async def _once(self, client: RolloutClient) -> None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                rollout = await client.generate(PROMPT, max_tokens=1, temperature=0.0, ignore_eos=True)
+        except (RolloutServiceError, httpx.TransportError, TimeoutError):
+            return
+        self.timeline.answered(self._diary.now())
+        (completion,) = rollout.completions
+        self.newest_version = max(self.newest_version, *completion.versions)
+        try:
+            assert_pure(completion)
+        except AssertionError as error:
+            self._load.stale.append(str(error))
 
 
 class Pusher:
@@ -29,20 +62,18 @@ class Pusher:
         """Pushes that failed although the client had tried again and again, and were repeated."""
 
     async def run(self) -> None:
-        """Until it is cancelled."""
         while True:
             await self.once()
             await asyncio.sleep(PAUSE_S)
             self.version += 1
 
     async def first(self) -> None:
-        """The first version, until every replica serves it."""
         await self.once()
         await self._place.client.wait_live(self.version)
         self.version += 1
 
     async def once(self) -> None:
-        """One version, until it is committed."""
+        """Push one version, until it is committed."""
         weights, mode = await asyncio.to_thread(self._place.weights, self.version), self._draw.choice(MODES)
         while not await self._accepted(weights, mode):
             await asyncio.sleep(PAUSE_S)

@@ -1,1 +1,0 @@
-"""Replicas that come and go under a trainer's load."""
