@@ -59,6 +59,9 @@ TOOLS_OF_AGENTS = frozenset({"function", "custom", "namespace"})
 """Tool types of the Responses API that the caller runs. The server runs all others."""
 MAX_PARTS = 16384
 """Maximum number of objects and lists in a chat's body. An agent's turn has about eight."""
+MAX_NAMES = 64
+"""Maximum number of names of an item of a Responses body. vLLM reads an item by 60 classes, each of which reads all of
+its names on the event loop."""
 _STOPS = frozenset({"stop", "stop_sequences"})
 """Names of the stop strings. They bypass vLLM's classes, which have another limit on their number."""
 _MAX_REQUEST_ID = 256
@@ -141,6 +144,7 @@ async def count_tokens(request: Request, services: Here, body: JsonObject = Body
     serving, vllm = await _serving(services)
     _refuse_of_anthropics(body)
     parsed = _parse(vllm.AnthropicCountTokensRequest, body, request, services)
+    await _adapter_as_model(body, services, serving)
     current.set(exchange := Exchange())
     reply = await _answer(serving.messages.count_tokens(parsed, request), exchange)
     return JSONResponse(reply.model_dump(mode="json", exclude_none=True))
@@ -153,6 +157,7 @@ async def tokenize(request: Request, services: Here, body: JsonObject = Body()) 
     model = vllm.TokenizeChatRequest if "messages" in body else vllm.TokenizeCompletionRequest
     current.set(exchange := Exchange())
     parsed = _parse(model, body, request, services)
+    await _adapter_as_model(body, services, serving)
     reply = await _answer(serving.tokenization.create_tokenize(parsed, request), exchange)
     return JSONResponse(reply.model_dump(mode="json"))
 
@@ -162,6 +167,7 @@ async def detokenize(request: Request, services: Here, body: JsonObject = Body()
     """Return the text of token ids."""
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.DetokenizeRequest, body, request, services)
+    await _adapter_as_model(body, services, serving)
     reply = await _answer(serving.tokenization.create_detokenize(parsed, request), Exchange())
     return JSONResponse(reply.model_dump(mode="json"))
 
@@ -224,7 +230,10 @@ def _unknown_names(given: JsonObject, parsed: BaseModel, inside: str = "") -> It
 
 
 def _without_a_store(body: JsonObject) -> JsonObject:
-    """Return a Responses body that vLLM accepts. Raises BadRequest if it needs stored responses."""
+    """Return a Responses body that vLLM accepts.
+
+    Raises BadRequest if it needs stored responses, or an item has more than ``MAX_NAMES`` names.
+    """
     asked = [name for name in OF_A_STORE if body.get(name)]
     if asked:
         raise BadRequest(
@@ -234,6 +243,12 @@ def _without_a_store(body: JsonObject) -> JsonObject:
         )
     taken = {**body, "store": False}
     if isinstance(given := body.get("input"), list):
+        for index, item in enumerate(given):
+            if isinstance(item, dict) and len(item) > MAX_NAMES:
+                raise BadRequest(
+                    f"input[{index}]: the item has {len(item)} names: leave out those that are not in OpenAI's API, "
+                    f"so that it has at most {MAX_NAMES}"
+                )
         taken["input"] = [_reply_as_text(item) for item in given]
     return taken
 
@@ -358,12 +373,24 @@ async def _begin(exchange: Exchange, body: JsonObject, request: Request, service
         adapter=given.adapter,
         min_adapter_version=given.min_adapter_version,
     )
-    model = body.get("model")
-    if isinstance(model, str) and services.adapters is not None and model not in (services.name, *services.aliases):
-        _, adapter = await model_and_adapter(model, given.adapter, services)
+    if (adapter := await _adapter_as_model(body, services, serving, given.adapter)) is not None:
         exchange.options = exchange.options.model_copy(update={"adapter": adapter})
-        serving.accept(model)
     current.set(exchange)
+
+
+async def _adapter_as_model(
+    body: JsonObject, services: Services, serving: Serving, adapter: str | None = None
+) -> str | None:
+    """Return the adapter that the body has as its model, and let vLLM's classes accept it there; None: it has the model.
+
+    Raises NotFound for an unknown name, and InvalidRequest for another adapter than ``adapter``.
+    """
+    model = body.get("model")
+    if not isinstance(model, str) or services.adapters is None or model in (services.name, *services.aliases):
+        return None
+    _, adapter = await model_and_adapter(model, adapter, services)
+    serving.accept(model)
+    return adapter
 
 
 def _refuse_of_anthropics(body: JsonObject) -> None:

@@ -14,6 +14,8 @@ from rollout_service.gateway.sglang.generate import SglangGenerate
 from rollout_service.gateway.sglang.generate import generate as sglang_generate
 from rollout_service.protocol.adapters import AdapterStatus, WantedAdapter
 from rollout_service.protocol.generate import GenerateRequest
+from tests.unit.gateway.chats import HELLO
+from tests.unit.gateway.fakes import http_to
 
 
 class Ingest:
@@ -84,3 +86,20 @@ async def test_known_adapters_outlive_the_ingest(adapted, ingest, engine):
     ingest.is_away = True
     await generate(GenerateRequest(token_ids=(5, 6), adapter="a"), adapted)
     assert engine.calls[-1].adapter == WantedAdapter(name="a")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "hi"}),
+        ("/tokenize", {"messages": HELLO}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/messages/count_tokens", {"messages": HELLO}),
+        ("/v1/chat/completions", {"messages": HELLO}),
+    ],
+)
+async def test_every_route_of_vllms_takes_an_adapter_as_its_model(chatting, ingest, path, body):
+    async with http_to(replace(chatting, adapters=KnownAdapters(ingest))) as http:
+        for name, status in (("a", 200), ("a@3", 200), ("c", 404)):
+            reply = await http.post(path, json={"model": name, **body})
+            assert reply.status_code == status, reply.text

@@ -481,6 +481,12 @@ class TestSize:
             reply = await chat_http.post(path, json={"model": "tiny", "max_tokens": 9, field: asked})
             assert reply.status_code == 400 and reply.json()["error"]["type"] == "ContextTooLong", reply.text
 
+    async def test_an_item_of_many_names_is_not_read(self, chat_http, monkeypatch):
+        monkeypatch.setattr(routes, "fail_fast_validator", _unread)
+        items = [{"role": "user", "content": "a"}, {"role": "user", "content": "a"} | {f"x{i}": 1 for i in range(63)}]
+        reply = await chat_http.post("/v1/responses", json={"model": "tiny", "input": items})
+        assert reply.status_code == 400 and "input[1]: the item has 65 names" in reply.json()["error"]["message"]
+
     async def test_more_ids_than_a_context_are_not_decoded(self, chat_http):
         reply = await chat_http.post("/detokenize", json={"tokens": [5] * 513})
         assert reply.status_code == 400 and "513 ids" in reply.json()["error"]["message"]
