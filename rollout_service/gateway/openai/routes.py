@@ -381,7 +381,7 @@ async def _begin(exchange: Exchange, body: JsonObject, request: Request, service
 async def _adapter_as_model(
     body: JsonObject, services: Services, serving: Serving, adapter: str | None = None
 ) -> str | None:
-    """Return the adapter that the body has as its model, and let vLLM's classes accept it there; None: it has the model.
+    """Return the adapter that the body names as its model, and let vLLM's classes accept the name; else None.
 
     Raises NotFound for an unknown name, and InvalidRequest for another adapter than ``adapter``.
     """
