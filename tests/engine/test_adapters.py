@@ -80,7 +80,9 @@ class Adapted:
         return float(torch.cat(found).abs().mean())
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["none", "fp8_block"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[pytest.param("none", marks=pytest.mark.slow), "fp8_block"]
+)
 async def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Adapted]:
     folder = tmp_path_factory.mktemp("adapters")
     with pytest.MonkeyPatch.context() as patch:

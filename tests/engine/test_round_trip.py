@@ -118,6 +118,7 @@ async def test_engines_with_channels_hold_exact_weights_after_20_updates(family,
         assert await one.digests() == held
 
 
+@pytest.mark.slow
 async def test_an_int8_engine_with_experts_holds_what_a_fresh_one_does(tmp_path, monkeypatch):
     async with running("qwen3_moe", tmp_path, monkeypatch, quant="int8_channel") as one:
         weights, folder = await updated_many_times(one, INT8_CHANNEL)

@@ -18,6 +18,8 @@ from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from tests.engine.test_engine import committed, running_engine
 
+pytestmark = pytest.mark.slow  # two minutes; tests/unit/engine/test_session_simulation.py simulates the engine
+
 BLOCK, BLOCKS = 32, 48
 CAPACITY = BLOCK * BLOCKS
 TURNS, TURN_TOKENS, TOOL_TOKENS = 6, 24, 40
