@@ -91,7 +91,6 @@ def service_on_two_nodes(
             "ingest_resources": {"node:__internal_head__": 0.001},
             "part_bytes": 256 << 10,
             "poll_s": 1.0,
-            "dead_after_s": 5.0,
         },
     }
     for section, fields in (settings or {}).items():
