@@ -38,7 +38,7 @@ test test-unit test-live test-slow: export VLLM_CPU_OMP_THREADS_BIND := nobind
 test test-live test-slow: export RAY_worker_niceness := 0
 # each worker collects all tests: compiled anew, as images for containers ask for, that is a third of its time
 test test-unit test-live test-slow: export PYTHONDONTWRITEBYTECODE :=
-test: check ## lint, types, unit tests and tests with real engines (23 minutes on 2 cores)
+test: check ## lint, types, unit tests and tests with real engines (20 minutes on 2 cores)
 	@# a worker each for the service and engines alone; unit tests take the cores while those wait, and last the kernels
 	@mkdir -p out; TRITON_INTERPRET=1 nice $(PYTHON_VENV) -m pytest tests/interpreted >out/interpreted.log 2>&1 & interpreted=$$!; \
 	$(PYTHON_VENV) -m pytest tests/service tests/engine tests/unit -m "not slow" -n 3 --no-loadscope-reorder; others=$$?; \
