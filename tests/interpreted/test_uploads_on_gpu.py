@@ -28,7 +28,7 @@ from rollout_service.store.staged_file import StagedFile, StagingSpace
 from rollout_service.store.writer import LogMemory
 from tests.interpreted.test_conversion import no_stream
 
-SHAPES = {"embedding": (40, 96), "norm": (33,)} | {f"w{i}": (130, 64 + i) for i in range(3)} | {"none": (0, 5)}
+SHAPES = {"embedding": (40, 96), "norm": (33,)} | {f"w{i}": (130, 64 + i) for i in range(6)} | {"none": (0, 5)}
 RECIPE = TrainerRecipe(weights="fp8_block", quantized=tuple(name for name in SHAPES if name[0] == "w"))
 MODEL = cast(ServedModel, SimpleNamespace(head="", embedding="", tied=False, stored=SHAPES))
 PART_BYTES = 4096
@@ -127,7 +127,7 @@ async def test_a_planned_upload_is_stored_as_on_the_host(tmp_path, by_host, exec
 
 
 @pytest.mark.usefixtures("planned")
-@pytest.mark.parametrize("bad", ["w1", "w2_scale_inv", "norm"])
+@pytest.mark.parametrize("bad", ["w1", "w4_scale_inv", "norm"])
 async def test_an_invalid_tensor_of_a_bucket_is_named(tmp_path, executor, bad):
     unsound = codes()
     unsound[bad].view(-1).view(torch.uint8)[-4:] = 0xFF  # NaN of each dtype

@@ -5,6 +5,12 @@ import json
 import sys
 from pathlib import Path
 
+from benchmarks.common.paths import CPU_DEPLOYMENT
+from rollout_service.client import RolloutClient
+from rollout_service.local import running_service
+from tests.support.processes import descendants
+from tests.support.telltale import assert_pure, canary_weights
+
 PROJECT = Path(__file__).parents[2]
 RUN = """
 import asyncio, sys
@@ -12,17 +18,11 @@ from tests.own_service.test_streams import lose_a_replica
 asyncio.run(lose_a_replica(sys.argv[1]))
 """
 AT_ONCE, TOKENS = 6, 600
-"""Rollouts, of which half are streamed, and the tokens of each."""
+"""Rollouts of each kind, whole and streamed, and the tokens of each rollout."""
 
 
 async def lose_a_replica(folder: str) -> None:
     """Kill one of two replicas under rollouts; write tokens, replicas and attempts of each, a JSON list a line."""
-    from benchmarks.common.paths import CPU_DEPLOYMENT
-    from rollout_service.client import RolloutClient
-    from rollout_service.local import running_service
-    from tests.support.processes import descendants
-    from tests.support.telltale import assert_pure, canary_weights
-
     overrides = {
         "weights": {"root": f"{folder}/log"},
         "model": {"path": f"{folder}/tiny-qwen3"},

@@ -230,10 +230,7 @@ def _unknown_names(given: JsonObject, parsed: BaseModel, inside: str = "") -> It
 
 
 def _without_a_store(body: JsonObject) -> JsonObject:
-    """Return a Responses body that vLLM accepts.
-
-    Raises BadRequest if it needs stored responses, or an item has more than ``MAX_NAMES`` names.
-    """
+    """Return a Responses body that vLLM accepts. Raises BadRequest if it needs stored responses."""
     asked = [name for name in OF_A_STORE if body.get(name)]
     if asked:
         raise BadRequest(
@@ -243,12 +240,6 @@ def _without_a_store(body: JsonObject) -> JsonObject:
         )
     taken = {**body, "store": False}
     if isinstance(given := body.get("input"), list):
-        for index, item in enumerate(given):
-            if isinstance(item, dict) and len(item) > MAX_NAMES:
-                raise BadRequest(
-                    f"input[{index}]: the item has {len(item)} names: leave out those that are not in OpenAI's API, "
-                    f"so that it has at most {MAX_NAMES}"
-                )
         taken["input"] = [_reply_as_text(item) for item in given]
     return taken
 
@@ -287,7 +278,10 @@ def _refuse_unknown_choice_of_tools(choice: object) -> None:
 
 
 def _require_bounded(route: str, body: JsonObject, services: Services) -> None:
-    """Raise ContextTooLong for a body larger than any context. vLLM would read it on the event loop for seconds."""
+    """Raise ContextTooLong for a body larger than any context, and BadRequest for an item of too many names.
+
+    vLLM would read them on the event loop for seconds.
+    """
     max_characters = BYTES_PER_TOKEN * services.max_model_len
     parts = characters = 0
     unread: list[object] = [body]
@@ -310,6 +304,13 @@ def _require_bounded(route: str, body: JsonObject, services: Services) -> None:
             f"{services.max_model_len} tokens holds at most {max_characters}: send a shorter conversation",
             {"characters": characters, "limit": max_characters, "max_model_len": services.max_model_len},
         )
+    items = body.get("input")
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, dict) and len(item) > MAX_NAMES:
+            raise BadRequest(
+                f"input[{index}]: the item has {len(item)} names: leave out those that are not in OpenAI's API, so "
+                f"that it has at most {MAX_NAMES}"
+            )
     tokens = body.get("tokens")
     if isinstance(tokens, list) and len(tokens) > services.max_model_len:
         raise ContextTooLong(
