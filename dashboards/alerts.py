@@ -75,11 +75,12 @@ ALERTS = (
     ),
     Alert(
         "RolloutNoReadyReplica", "page",
-        'sum by (instance) (rollout_replicas{state=~"ready|asleep"})',
-        "< 1 and on (instance) max by (instance) (rollout_replicas_min) > 0", "2m",
+        'sum by (instance) (rollout_replicas{state=~"ready|stale|asleep"})',
+        "< 1 and on (instance) max by (instance) (rollout_replicas_min) > 0 unless on (instance) "
+        '(rollout_replica_state{state="syncing"} == 1 and on (instance, replica) rollout_replica_version)', "2m",
         "no replica takes rollouts",
-        "GET /v1/fleet: starting for longer than an engine takes, see its log; failed, see the reason; none at all, "
-        "see what Ray lacks (ray status).",
+        "GET /v1/fleet: starting or syncing for longer than an engine takes, see its log; failed, see the reason; none "
+        "at all, see what Ray lacks (ray status).",
     ),
     Alert(
         "RolloutServiceAway", "page",

@@ -82,8 +82,8 @@ THROUGHPUT = Row(
             "short",
             "Sequences that wait in the gateways because every replica holds as many as it may. They wait as "
             "long as it "
-            "takes, and the autoscaler counts them. Lasting, with all replicas ready: raise scaling.max_replicas. With "
-            "no replica ready: see GET /health.",
+            "takes, and the autoscaler counts them. Lasting, while all replicas take rollouts: raise "
+            "scaling.max_replicas. While none does: see GET /health.",
             [Query(f"sum(ray_rollout_queue_sequences{{{APPLICATION}}}){OR_NOTHING_YET}", "sequences")],
         ),
         Panel(
@@ -177,9 +177,9 @@ FLEET = Row(
         Panel(
             "Replicas by state",
             "short",
-            "ready ones take rollouts. starting or syncing for longer than an engine's start: see its log. failed: it "
-            "is being replaced. stale: it cannot reach the newest version and takes no request that needs it. asleep: "
-            "it gave its memory to a trainer, as asked.",
+            "ready, syncing and stale ones take rollouts, a new one once it has a version. starting or syncing for "
+            "longer than an engine's start: see its log. failed: it is being replaced. stale: it cannot reach the "
+            "newest version and takes no request that needs it. asleep: it gave its memory to a trainer, as asked.",
             [Query(f"sum by (state) (rollout_replicas{{{SERVICE}}})", "{{state}}")],
             stacked=True,
             steps=True,
@@ -197,7 +197,7 @@ FLEET = Row(
             "Replica errors",
             "short",
             "1: a replica says why it is not at the newest version or is being replaced (GET /v1/fleet has the text), "
-            "or it has obeyed a pause. A pause that nobody wants any more: POST /v1/resume.",
+            "or it has obeyed a pause. A pause that nobody wants any more: POST /resume.",
             [
                 Query(f"max by (replica) (rollout_replica_error{{{REPLICA}}})", "error of {{replica}}"),
                 Query(f"max by (replica) (rollout_replica_paused{{{REPLICA}}})", "{{replica}} paused"),

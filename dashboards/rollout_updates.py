@@ -111,7 +111,8 @@ UPDATES = Row(
             "Updates by outcome",
             "cps",
             "Versions that replicas went to. unreadable: they go on with the version before and try again, look at "
-            "the disk or network of the log. failed: half loaded, the replica is replaced; discard the version.",
+            "the disk or network of the log. failed: half loaded, the replica is replaced; roll back, or push a "
+            "good version.",
             [Query(f"sum by (outcome) ({rate('ray_rollout_updates_total', ENGINE)})", "{{outcome}}")],
         ),
         Panel(
@@ -229,17 +230,20 @@ UPLOADS = Row(
     ],
 )
 
+RUNNING = f'sum(rollout_replicas{{{SERVICE}, state=~"ready|syncing|stale"}})'
+"""Replicas that take rollouts, or load their first version."""
 AUTOSCALING = Row(
     "Autoscaling: does the fleet follow the load?",
     [
         Panel(
             "Target and actual",
             "short",
-            "What our policy decided, and the replicas that are ready. Target above actual for longer than an "
-            "engine's start: the cluster has no GPU left. At the maximum with a queue: raise scaling.max_replicas.",
+            "What our policy decided, and the replicas that take rollouts or load their first version. Target above "
+            "actual for longer than an engine's start: the cluster has no GPU left. At the maximum with a queue: raise "
+            "scaling.max_replicas.",
             [
                 Query(f'max(ray_serve_autoscaling_target_replicas{{{APPLICATION}, deployment="engine"}})', "target"),
-                Query(f'sum(rollout_replicas{{{SERVICE}, state="ready"}})', "ready"),
+                Query(RUNNING, "actual"),
                 Query(f"max(rollout_replicas_min{{{SERVICE}}})", "minimum"),
                 Query(f"max(rollout_replicas_max{{{SERVICE}}})", "maximum"),
             ],
@@ -252,7 +256,7 @@ AUTOSCALING = Row(
             "than scaling.upscale_delay_s and an engine's start: the fleet is at its maximum.",
             [
                 Query(
-                    f'sum(ray_rollout_sequences{{{APPLICATION}}}) / sum(rollout_replicas{{{SERVICE}, state="ready"}})',
+                    f"sum(ray_rollout_sequences{{{APPLICATION}}}) / {RUNNING}",
                     "sequences",
                 )
             ],
