@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with shorter decode steps, and for ``weights.kv_cache_on_update: keep``.
+"""vLLM's scheduler, with shorter decode steps, a complete ``mode=wait``, and ``weights.kv_cache_on_update: keep``.
 
 With ``keep``, sequences keep their KV cache over an update. The ``cache_salt`` of a request begins with the weight
 version with which the request began, see ``salted``. Requests share entries of the prefix cache only if their salts are
@@ -19,6 +19,8 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -55,9 +57,9 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """Return the engine's scheduler; vLLM calls this as its ``scheduler_cls``."""
     keeps = KV_MAX_AGE in vllm_config.additional_config
     if vllm_config.scheduler_config.async_scheduling:
-        chosen = KeepingAsyncScheduler if keeps else AsyncScheduler
+        chosen = KeepingAsyncScheduler if keeps else DrainingAsyncScheduler
     else:
-        chosen = KeepingScheduler if keeps else Scheduler
+        chosen = KeepingScheduler if keeps else DrainingScheduler
     scheduler = chosen(vllm_config=vllm_config, **arguments)
     shorten_decode_steps(scheduler.kv_cache_manager)
     return scheduler
@@ -96,7 +98,42 @@ def shorten_decode_steps(manager: KVCacheManager) -> None:
     manager.allocate_slots, manager.cache_blocks = allocate_new_slots, cache_full_blocks
 
 
-class KeepingScheduler(Scheduler):  # type: ignore[misc]  # vLLM's class is untyped here
+class DrainingScheduler(Scheduler):  # type: ignore[misc]  # vLLM's class is untyped here
+    """A scheduler that in ``PAUSED_NEW``, which is ``mode=wait``, also finishes preempted requests.
+
+    vLLM then runs and counts only what is in ``running`` and ``kv_holding_waiting``. It puts preempted requests into
+    ``waiting``, together with new ones.
+    """
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule a step, after preempted requests were put where vLLM runs them."""
+        preempted = self._left_out()
+        # behind one that waits for memory, a request with blocks would neither run nor free them
+        if preempted and not any(map(self._holds_kv_blocks, self.kv_holding_waiting)):
+            self.waiting.remove_requests(preempted)
+            for request in preempted:
+                self.kv_holding_waiting.add_request(request)
+        return super().schedule(throttle_prefills)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of requests for which the engine must step: ``mode=wait`` lasts until it is 0."""
+        unfinished: int = super().get_num_unfinished_requests()
+        return unfinished + len(self._left_out())
+
+    def _left_out(self) -> list[Request]:
+        """Return the preempted requests that vLLM neither runs nor counts in this pause, in order of arrival."""
+        if self.pause_state != PauseState.PAUSED_NEW:
+            return []
+        runs = set(self.kv_holding_waiting)
+        preempted = RequestStatus.PREEMPTED
+        return [each for each in self.requests.values() if each.status == preempted and each not in runs]
+
+
+class DrainingAsyncScheduler(DrainingScheduler, AsyncScheduler):  # type: ignore[misc]
+    """The same for asynchronous scheduling, which vLLM uses on GPUs."""
+
+
+class KeepingScheduler(DrainingScheduler):
     """A scheduler that recomputes only the requests whose keys and values are too old, or whose prompts are scored."""
 
     def __init__(self, vllm_config: VllmConfig, **arguments: Any) -> None:

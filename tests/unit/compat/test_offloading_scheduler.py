@@ -27,7 +27,7 @@ Slot = tuple[int, int]
 """The hash of the tokens up to a position, and the version that computed its keys and values."""
 
 
-def vllm_config(model: Path, is_async: bool) -> VllmConfig:
+def vllm_config(model: Path, is_async: bool, gpu_blocks: int = GPU_BLOCKS) -> VllmConfig:
     offloading = KVTransferConfig(
         kv_connector=KeepingOffloadingConnector.__qualname__,
         kv_connector_module_path=KeepingOffloadingConnector.__module__,
@@ -42,10 +42,11 @@ def vllm_config(model: Path, is_async: bool) -> VllmConfig:
         max_num_batched_tokens=2 * BLOCK,
         async_scheduling=is_async,
         kv_transfer_config=offloading,
+        scheduling_policy="priority",
         additional_config={KV_MAX_AGE: 0},
     )
     config = args.create_engine_config()
-    config.cache_config.num_gpu_blocks = GPU_BLOCKS
+    config.cache_config.num_gpu_blocks = gpu_blocks
     return config
 
 
@@ -65,7 +66,7 @@ class Engine:
     finished: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.scheduler = scheduler_of(self.config, GPU_BLOCKS)
+        self.scheduler = scheduler_of(self.config, self.config.cache_config.num_gpu_blocks)
         self.random = random.Random(self.seed)
         self._gpu: dict[int, list[Slot | None]] = {}
         self._host: dict[int, list[Slot | None]] = {}
@@ -87,11 +88,13 @@ class Engine:
         self.version = version
         assert self.scheduler.reset_prefix_cache([version, self.max_age])
 
-    def update(self) -> None:
+    def update(self, pause: PauseState = PauseState.PAUSED_ALL) -> None:
         """Pause as vLLM's engine does, and begin the next version."""
-        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self.scheduler.set_pause_state(pause)
         while self.scheduler.has_requests() or self._outputs:
             self.step()
+        if pause == PauseState.PAUSED_NEW:
+            assert {each.status for each in self.scheduler.requests.values()} <= {RequestStatus.WAITING}
         self.begin_version(self.version + 1)
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
@@ -193,9 +196,14 @@ def is_async(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def engine(tiny_model: Path, is_async: bool) -> Engine:
+def gpu_blocks() -> int:
+    return GPU_BLOCKS
+
+
+@pytest.fixture
+def engine(tiny_model: Path, is_async: bool, gpu_blocks: int) -> Engine:
     """An engine whose host memory has the blocks of ``PROMPT`` with version 1, and whose GPU has none."""
-    engine = Engine(vllm_config(tiny_model, is_async))
+    engine = Engine(vllm_config(tiny_model, is_async, gpu_blocks))
     engine.add("first", PROMPT)
     engine.finish("first")
     engine.forget()
@@ -284,6 +292,20 @@ def test_full_reset_drops_loads_and_host_memory(engine):
     engine.finish("loads")
 
 
+@pytest.mark.parametrize("gpu_blocks", [9])
+def test_wait_runs_what_loads_before_a_preempted_request_that_needs_its_blocks(engine):
+    preempted, loads = engine.add("long", PROMPT[::-1], max_tokens=80), engine.add("loads", PROMPT)
+    while loads.status != LOADING:
+        engine.step()
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    while not preempted.num_preemptions:
+        engine.step()
+    for _ in range(150):
+        engine.step()
+        engine.transfer()
+    assert engine.finished == {"first", "long", "loads"}
+
+
 @pytest.mark.parametrize("max_age", [0, 1, None])
 @pytest.mark.parametrize("seed", range(3))
 def test_sessions_read_no_keys_of_older_versions(tiny_model, is_async, max_age, seed):
@@ -301,7 +323,7 @@ def test_sessions_read_no_keys_of_older_versions(tiny_model, is_async, max_age, 
             engine.add(running[name], prompts[name], begun[name], max_tokens=pick.randrange(1, 30))
         engine.step()
         if pick.random() < 0.05:
-            engine.update()
+            engine.update(PauseState.PAUSED_NEW if engine.version % 3 == 0 else PauseState.PAUSED_ALL)
         if pick.random() < 0.02:
             engine.scheduler.finish_requests(gone := running[pick.choice([*running])], RequestStatus.FINISHED_ABORTED)
             engine.finished.add(gone)

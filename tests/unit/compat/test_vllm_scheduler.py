@@ -9,6 +9,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
@@ -28,8 +29,8 @@ PROMPT = list(range(5, 5 + 70))
 
 @pytest.fixture(scope="module")
 def vllm_config(tiny_model: Path) -> VllmConfig:
-    args = EngineArgs(model=str(tiny_model), max_model_len=256, block_size=BLOCK, additional_config={KV_MAX_AGE: 1})
-    return args.create_engine_config()
+    settings = {"max_model_len": 256, "block_size": BLOCK, "additional_config": {KV_MAX_AGE: 1}}
+    return EngineArgs(model=str(tiny_model), scheduling_policy="priority", **settings).create_engine_config()
 
 
 class Steps:
@@ -40,6 +41,7 @@ class Steps:
     ) -> None:
         config.scheduler_config.async_scheduling = is_async
         config.cache_config.num_gpu_blocks = blocks
+        self.is_async = is_async
         self.scheduler = scheduler_of(config, blocks, make)
 
     def add(self, name: str, salt: str | None, prompt: list[int] = PROMPT) -> Request:
@@ -60,6 +62,19 @@ class Steps:
         names = list(scheduled.num_scheduled_tokens)
         places = {name: at for at, name in enumerate(names)}
         self.scheduler.update_from_output(scheduled, ModelRunnerOutput(names, places, [[token] for _ in names]))
+
+    def drain(self) -> None:
+        """Do ``mode=wait`` as vLLM's engine does, which schedules a step before the last one has finished if async."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        under_way = list[SchedulerOutput]()
+        for _ in range(300):
+            if self.scheduler.has_requests():
+                under_way.append(self.scheduler.schedule())
+            elif not under_way:
+                return
+            if len(under_way) > self.is_async or not under_way[-1].num_scheduled_tokens:
+                self.finish(under_way.pop(0))
+        raise AssertionError("the wait does not end")
 
     def blocks(self) -> Any:
         """Return each request's blocks, the blocks that the prefix cache knows, and the number of free ones."""
@@ -192,3 +207,54 @@ def test_vllms_own_reset_drops_everything(steps):
     steps.step()
     assert steps.scheduler.reset_prefix_cache(True, True)
     assert steps.step() == {"a": 71}
+
+
+@pytest.fixture(params=[True, False], ids=["keep", "drop"])
+def short_steps(request: pytest.FixtureRequest, steps: Steps, vllm_config: VllmConfig, monkeypatch) -> Steps:
+    """Three running requests of a cache that has room for two of them."""
+    if not request.param:
+        monkeypatch.setattr(vllm_config, "additional_config", {})
+    short = Steps(vllm_config, steps.is_async, blocks=9)
+    for name in "abc":
+        short.add(name, None, [ord(name)] * 50)
+    for _ in range(10):
+        assert short.step().keys() == set("abc")
+    return short
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_wait_finishes_what_a_pause_holds(short_steps, clears):
+    short_steps.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    if clears:
+        short_steps.scheduler.reset_prefix_cache(True, True)
+    new = short_steps.add("new", None)
+    short_steps.drain()
+    assert short_steps.scheduler.requests == {"new": new} and new.status == RequestStatus.WAITING
+    short_steps.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert short_steps.step() == {"new": 70}
+
+
+def test_wait_finishes_what_it_preempts(short_steps):
+    requests = dict(short_steps.scheduler.requests)
+    short_steps.drain()
+    assert any(each.num_preemptions for each in requests.values()) and not short_steps.scheduler.requests
+    assert {each.num_output_tokens for each in requests.values()} == {50}
+
+
+def test_preempted_requests_of_a_wait_can_be_held_resumed_and_aborted(short_steps):
+    scheduler = short_steps.scheduler
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    preempted = scheduler.requests["c"]
+    while not preempted.num_preemptions:
+        short_steps.step()
+    assert short_steps.step().keys() == set("ab") and scheduler.get_num_unfinished_requests() == 3
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert short_steps.step() == {} and not scheduler.has_requests()
+    scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert short_steps.step().keys() == set("ac")
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    scheduler.reset_prefix_cache(True, True)
+    assert scheduler.get_num_unfinished_requests() == 2
+    scheduler.finish_requests(["a", "c"], RequestStatus.FINISHED_ABORTED)
+    assert scheduler.get_num_unfinished_requests() == 0 and not scheduler.requests

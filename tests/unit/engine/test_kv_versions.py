@@ -1,9 +1,15 @@
 """Which versions' keys and values the requests of an engine read."""
 
-import pytest
+from pathlib import Path
+from typing import Any
 
-from rollout_service.compat.vllm_scheduler import is_too_old
+import pytest
+from vllm import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, is_too_old
 from rollout_service.engine import kv_versions
+from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.kv_versions import KVVersions
 from rollout_service.protocol.rollout import Completion, Span
 
@@ -112,3 +118,40 @@ def test_forgotten_session_begins_anew(monkeypatch):
     assert begun == ["2", "9"]
     made = sampled(1)
     assert kv.on("gone", [made]) == (made,)
+
+
+class LLM:
+    """Stands in for vLLM's client, and notes which requests a reset of the cache recomputes."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.engine_core = self
+        self.resets: list[Any] = []
+
+    async def reset_prefix_cache(self, reset_running_requests: Any, reset_connector: bool = False) -> None:
+        self.resets.append(reset_running_requests)
+
+    async def is_paused(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    pause_scheduler_async = abort = start_weight_update = update_weights = finish_weight_update = is_paused
+
+
+async def test_a_wait_fills_the_cache_that_a_pause_has_dropped(monkeypatch):
+    llm = LLM()
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda *_, **__: llm)
+    engine = EngineAdapter(AsyncEngineArgs(model="any", additional_config={KV_MAX_AGE: None}), exports=False)
+    kv = engine._kv
+    assert kv is not None
+    await engine.load(Path("1"), 1)
+    with kv.follow("turn", "s", None):
+        await engine.pause("keep")
+        await engine.pause("wait", clear_cache=False)
+    await engine.load(Path("2"), 2, keep_cache=True)
+    with kv.follow("next turn", "s", None):
+        assert kv_from(kv, "next turn", 2) == [1]
+    await engine.pause("keep")
+    await engine.pause("wait", clear_cache=False)
+    await engine.load(Path("3"), 3)
+    assert llm.resets == [True, [1, None], [2, None], True, [3, None]]
