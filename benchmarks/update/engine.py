@@ -31,6 +31,7 @@ from benchmarks.common.timing import copy_seconds
 from benchmarks.update.busy import busy
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
+from rollout_service.engine.worker import VersionStaging
 from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.sampling import Sampling
@@ -57,6 +58,17 @@ class Way(StrEnum):
 
 OFFERED = {"device": (Way.NATIVE, Way.DEVICE), "host": (Way.HOST,)}
 """``engine.staging`` → the ways that an engine with it has."""
+
+
+WORKER = "benchmarks.update.engine.ForEachWay"
+
+
+class ForEachWay(VersionStaging):
+    """What is mixed into vLLM's workers here."""
+
+    def allow_plans(self, allowed: bool) -> None:
+        """Or load every version layerwise."""
+        self.weight_transfer_engine.may_plan = allowed
 
 
 class UpdateOptions(Options):
@@ -139,9 +151,9 @@ async def update(adapter: EngineAdapter, folder: Path, version: int, case: Case 
 async def measure(config: ServiceConfig, folder: Path, cases: list[Case], repeats: int) -> None:
     """The ways of one kind of staging."""
     versions = itertools.count(1)
-    async with bare_engine(config) as adapter:
+    async with bare_engine(config, arguments={"worker_extension_cls": WORKER}) as adapter:
         for case in cases:
-            await adapter.ask_workers("plan_loads", case.way != Way.NATIVE)
+            await adapter.ask_workers("allow_plans", case.way != Way.NATIVE)
             await update(adapter, folder, next(versions))  # the first warms up, and teaches
             async with load(adapter):
                 await asyncio.sleep(1.0)

@@ -15,6 +15,8 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve._private.request_router.replica_wrapper import ReplicaSelection
 from ray.serve.config import HTTPOptions
 
+ANSWERS_S = 2.0
+"""Timeout in seconds for Serve's controller. A controller that answers later is too busy for health checks."""
 _ANSWER_S = 5.0
 _SHUTDOWN_S = 30.0
 """Time in seconds that ``serve.shutdown`` waits for the controller to answer, and to end."""

@@ -38,6 +38,7 @@ from rollout_service.engine.load_statistics import RayStats, SchedulerLog
 from rollout_service.engine.loading.staging_calls import StageCall, stage_at
 from rollout_service.engine.partial_penalties import with_partial_penalties
 from rollout_service.errors import (
+    Asleep,
     EngineFailed,
     InvalidManifest,
     InvalidRequest,
@@ -120,6 +121,8 @@ class EngineAdapter:
         """Running requests with an adapter."""
         self._adapter_targets: frozenset[str] | None = None
         """The layers that compute with adapters, by the last part of their names; None: not asked yet."""
+        self._memory, self._asleep = asyncio.Lock(), False
+        """Lock of the memory against being released while an adapter is written to it, and whether it is released."""
         self._has_kv = True
         """False if the KV cache was dropped, and nothing ran since."""
         settings = args.additional_config
@@ -136,12 +139,6 @@ class EngineAdapter:
         """Capacity of the KV cache in tokens."""
         cache = self._llm.vllm_config.cache_config
         return (cache.num_gpu_blocks or 0) * cache.block_size
-
-    @property
-    def _least_top_k(self) -> int:
-        """The smallest top_k that vLLM accepts. An engine that returns sampling masks refuses 0, the whole
-        vocabulary."""
-        return int(self._llm.vllm_config.model_config.return_sampling_mask)
 
     async def ask_workers(self, method: str, *args: object) -> list[Any]:
         """Call a method of ``engine/worker.py`` on each worker. Returns the answers by rank; raises the worker's
@@ -170,7 +167,8 @@ class EngineAdapter:
         if why is not None:
             logger.log(logging.WARNING if self.staging == "none" else logging.INFO, "%s", why)
         # the first forward passes compile and allocate for seconds; no rollout should wait for them
-        warm_up = Sampling(max_tokens=2, ignore_eos=True, top_k=self._least_top_k)
+        top_k = int(self._llm.vllm_config.model_config.return_sampling_mask)  # an engine with masks refuses 0
+        warm_up = Sampling(max_tokens=2, ignore_eos=True, top_k=top_k)
         async for _ in self._stream("warm-up", (0,), vllm_sampling(warm_up)):
             pass
 
@@ -244,19 +242,6 @@ class EngineAdapter:
                 continue
         return list(self._with_versions(request_id, made))
 
-    async def score(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
-        """Return the natural-log probability of each token but the first, [tokens - 1], and the weight version.
-
-        The logprobs are the model's own: at temperature 1, without truncation. The version is the engine's at the end
-        of the call. Raises the errors of ``generate``.
-        """
-        # vLLM returns a prompt's logprobs with the first sampled token
-        sampled_token = Sampling(max_tokens=1, ignore_eos=True, top_k=self._least_top_k, prompt_logprobs=0)
-        parameters = vllm_sampling(sampled_token, len(token_ids))
-        output = await self._output(request_id, self._stream(request_id, token_ids, parameters))
-        [sampled] = output.outputs
-        return prompt_logprobs(output), completion(sampled).spans[0].version
-
     async def _output(
         self,
         request_id: str,
@@ -319,7 +304,8 @@ class EngineAdapter:
         )
 
     async def add_adapter(self, loaded: LoadedAdapter) -> None:
-        """Load an adapter while the engine serves. Raises InvalidManifest if vLLM cannot load it, or EngineFailed."""
+        """Load an adapter while the engine serves. Raises InvalidManifest if vLLM cannot load it, Asleep, or
+        EngineFailed."""
         self._require_sound()
         try:
             if self._adapter_targets is None:
@@ -327,8 +313,11 @@ class EngineAdapter:
             # vLLM ignores matrices of a layer that has no adapters
             if missing := await asyncio.to_thread(_targets_of, loaded) - self._adapter_targets:
                 raise InvalidManifest(f"vLLM has no LoRA for {sorted(missing)}: leave them out of target_modules")
-            await self._llm.add_lora(_lora_request(loaded))
-        except (InvalidManifest, OSError):
+            async with self._memory:
+                if self._asleep:  # vLLM would write to unmapped memory
+                    raise Asleep(f"adapter {loaded.adapter} is not loaded: the engine is asleep; POST /wake_up")
+                await self._llm.add_lora(_lora_request(loaded))
+        except (Asleep, InvalidManifest, OSError):
             raise
         except EngineDeadError as error:
             raise EngineFailed("the engine's process is dead") from error
@@ -353,6 +342,8 @@ class EngineAdapter:
         """
         if clear_cache and mode == "keep":
             self.scheduler.drop_cache()
+        if mode == "wait":
+            self._fill_kv()
         await pause_scheduler(self._llm, mode, clear_cache)
         if clear_cache:
             self._has_kv = False
@@ -360,10 +351,14 @@ class EngineAdapter:
     async def resume(self) -> None:
         """Resume scheduling. Raises EngineFailed if broken, because a half-loaded version must not be served."""
         self._require_sound()
+        self._fill_kv()
+        await self._llm.resume_generation()
+
+    def _fill_kv(self) -> None:
+        """Record that requests run from now on, and write keys and values."""
         if not self._has_kv and self._kv is not None:
             self._kv.emptied()
         self._has_kv = True
-        await self._llm.resume_generation()
 
     async def stage(self, folder: Path, digest: str | None = None) -> None:
         """Read and check a committed version into the workers' staging buffers, while the engine serves.
@@ -451,13 +446,18 @@ class EngineAdapter:
         """Return statistics of q, k and v on each rank, from a forward pass separate from all requests. Call while
         paused.
 
-        ``scales``: see ``kv_scales/worker.py``. Raises EngineFailed with the reason.
+        ``scales``: see ``kv_scales/worker.py``. Raises EngineFailed, or InvalidRequest if no engine can measure it.
         """
         self._require_sound()
         try:
             ranks = await self.ask_workers("measure_kv", sequences, scales)
         except Exception as error:
-            raise EngineFailed(f"keys and values could not be measured: {error}") from error
+            raise EngineFailed(
+                f"keys and values could not be measured: {error}; set kv_cache.dtype: bfloat16 if that happens again"
+            ) from error
+        for rank in ranks:
+            if isinstance(rank, str):
+                raise InvalidRequest(rank)
         return tuple(KVMeasurement.model_validate(rank) for rank in ranks)
 
     async def sleep(self) -> tuple[int, ...]:
@@ -470,7 +470,9 @@ class EngineAdapter:
         started = time.perf_counter()
         try:
             await self._drop_kv()  # a pause may have kept it
-            dropped = tuple(await self.ask_workers("drop_memory"))
+            async with self._memory:
+                dropped = tuple(await self.ask_workers("drop_memory"))
+                self._asleep = True
         except Exception as error:
             raise self._is_lost("giving memory back failed", error) from error
         gib = ", ".join(f"{nbytes / 2**30:.1f}" for nbytes in dropped)
@@ -495,6 +497,7 @@ class EngineAdapter:
                         {"rank": rank, "needed_bytes": needed, "free_bytes": free},
                     )
             await self.ask_workers("take_memory")
+            self._asleep = False
         except MemoryTaken:
             raise
         except Exception as error:
@@ -727,9 +730,7 @@ def top_logprobs(output: CompletionOutput) -> tuple[tuple[Candidate, ...], ...]:
 def scores(output: RequestOutput, scoring: Scoring) -> CompactLogprobs:
     """Return the logprobs of the prompt's tokens. Raises NonFiniteLogprob, or EngineFailed if vLLM returned none."""
     if scoring.target_token_ids is None:
-        prompt_logprobs(output)  # raises NonFiniteLogprob
-        flat = output.prompt_logprobs
-        assert isinstance(flat, FlatLogprobs)
+        flat = _finite_logprobs(output)
         starts = flat.start_indices[scoring.start :]
         first, offsets = starts[0], [*starts, flat.end_indices[-1]]
         entries = flat.token_ids[first:], flat.logprobs[first:]
@@ -748,25 +749,22 @@ def scores(output: RequestOutput, scoring: Scoring) -> CompactLogprobs:
 def prompt_candidates(output: RequestOutput) -> PromptCandidates:
     """Return None for the first prompt token, and for each other the token itself followed by the top logprobs. Tokens
     without a finite logprob are left out."""
-    prompt_logprobs(output)  # raises NonFiniteLogprob
-    flat = output.prompt_logprobs
-    assert isinstance(flat, FlatLogprobs)
+    flat = _finite_logprobs(output)
     logprobs, ranks = np.array(flat.logprobs), np.array([rank or 0 for rank in flat.ranks])
     kept = np.isfinite(logprobs)
     ends = np.concatenate([[0], np.cumsum(kept)])[flat.end_indices]
     return PromptCandidates(ends, np.array(flat.token_ids)[kept], logprobs[kept], ranks[kept])
 
 
-def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:
-    """Return the natural-log probability of each prompt token but the first, [tokens - 1]. Raises NonFiniteLogprob."""
+def _finite_logprobs(output: RequestOutput) -> FlatLogprobs:
+    """Return the prompt's logprobs. Raises NonFiniteLogprob if that of a token of the prompt itself is not finite."""
     flat, tokens = output.prompt_logprobs, len(output.prompt_token_ids or ())
     if not isinstance(flat, FlatLogprobs) or len(flat.start_indices) != tokens:
         raise EngineFailed(f"vLLM returned prompt logprobs as {type(flat).__name__}, not one for each token")
-    values = tuple(flat.logprobs[start] for start in flat.start_indices[1:])
-    for position, value in enumerate(values, start=1):
-        if not math.isfinite(value):
+    for position, start in enumerate(flat.start_indices[1:], start=1):
+        if not math.isfinite(value := flat.logprobs[start]):
             raise NonFiniteLogprob(
                 f"token {position} of the prompt has logprob {value}: the weights are likely broken",
                 {"position": position},
             )
-    return values
+    return flat

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rollout_service.errors import InvalidManifest, LogCorrupt, NotFound, NotReady, TooEarly
+from rollout_service.errors import Asleep, InvalidManifest, LogCorrupt, NotFound, NotReady, TooEarly
 from rollout_service.protocol.adapters import AdapterVersion, HeldAdapter, WantedAdapter
 from rollout_service.runtime.rpc import IngestCalls
 from rollout_service.store.adapters import ADAPTER_FILES, AdapterStore
@@ -175,9 +175,11 @@ class ReplicaAdapters:
             loaded = LoadedAdapter(adapter, self._next_number, self._store.folder(adapter))
             self._next_number += 1
             await self._engine.add_adapter(loaded)
-        except (InvalidManifest, LogCorrupt, NotFound, NotReady, OSError) as error:
+        except (Asleep, InvalidManifest, LogCorrupt, NotFound, NotReady, OSError) as error:
             if lock >= 0:
                 os.close(lock)
+            if isinstance(error, Asleep):  # it is wanted again when the engine has weights
+                return
             logger.error("adapter %s is not loaded: %s", adapter, error)
             if isinstance(error, OSError) and adapter not in self._unread:
                 self._unread.add(adapter)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from rollout_service.compat import ray_internals
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.fleet.routing import STATS_PERIOD_S
@@ -25,11 +26,19 @@ class HandOver:
         others_serve: Callable[[], Awaitable[bool]],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        controller_answered: Callable[[float], Awaitable[bool]] = ray_internals.controller_answered,
     ) -> None:
-        """Create the state. ``others_serve`` returns True if another replica accepts requests. ``clock``, ``sleep``: in
-        seconds."""
+        """Create the state.
+
+        Args:
+            drain, admission: this replica's drain and its running sequences.
+            others_serve: returns True if another replica accepts requests.
+            clock, sleep: the time source, in seconds.
+            controller_answered: returns True if Serve's controller answers within the given seconds.
+        """
         self._drain, self._admission = drain, admission
         self._others_serve, self._clock, self._sleep = others_serve, clock, sleep
+        self._controller_answered = controller_answered
         self._asked_at: float | None = None
 
     def asked(self) -> None:
@@ -58,8 +67,13 @@ class HandOver:
             await self._sleep(_POLL_S)
 
     async def watch(self, engine: EngineAdapter) -> None:
-        """Run forever: abort running calls in time if Serve has removed this replica without notice."""
+        """Run forever: abort running calls in time if Serve has removed this replica without notice. Serve removes none
+        while its controller is away."""
         while True:
             await self._sleep(STATS_PERIOD_S)
-            if self._admission.running and self._unasked_s > self._drain.work_s:
+            if self._unasked_s < 2 * STATS_PERIOD_S:
+                continue
+            if not await self._controller_answered(ray_internals.ANSWERS_S):
+                self.asked()  # a restarted controller has yet to find its replicas
+            elif self._admission.running and self._unasked_s > self._drain.work_s:
                 await engine.abort()

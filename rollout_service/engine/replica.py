@@ -40,7 +40,7 @@ from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.runtime.drain import Drain, end_process
 from rollout_service.runtime.logs import log_with_serve
-from rollout_service.runtime.rpc import EngineCalls, ingest_client, monitor_client
+from rollout_service.runtime.rpc import EngineCalls, ingest_client, monitor_client, until_answered
 from rollout_service.store.adapters import AdapterStore
 from rollout_service.store.node_cache import NodeCache, find_log
 from rollout_service.tracing import describe
@@ -77,14 +77,16 @@ class EngineReplica:
         self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
         weights, copies = await find_log(config.weights, self._ingest)
         self._config = config.model_copy(update={"weights": weights})
-        with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s, group) as announcement:
+        poll_s = config.weights.poll_s
+        with StartupHeartbeat(self._replica_id, ingest, poll_s, group) as announcement:
             if config.engine.enable_sleep_mode:
-                await wait_until_awake(self._ingest)
+                await wait_until_awake(self._ingest, poll_s)
             share, devices = config.engine.gpu_memory_utilization, ray.get_runtime_context().get_accelerator_ids()
             await wait_for_free_gpus(devices.get("GPU", []), share, announcement.waits_for, self._others_serve)
-            choice = starting_choice(config.kv_cache.dtype, model, await self._ingest.kv_cache_choice())
+            known = await until_answered(self._ingest.kv_cache_choice, poll_s)
+            choice = starting_choice(config.kv_cache.dtype, model, known)
             if config.kv_cache.dtype == "auto" and (why := why_no_fp8_cache()) is not None:
-                choice = await without_fp8(self._ingest, choice, why, self._replica_id)
+                choice = await without_fp8(self._ingest, choice, why, self._replica_id, poll_s)
             if config.engine.enable_sleep_mode:
                 await announcement.take_memory(self._ingest)
             try:
@@ -92,7 +94,7 @@ class EngineReplica:
             except KVCacheUnfit as unfit:
                 if config.kv_cache.dtype != "auto":
                     raise
-                choice = await choose_bf16(self._ingest, unfit.message, str(unfit.detail["judged_by"]))
+                choice = await choose_bf16(self._ingest, unfit.message, str(unfit.detail["judged_by"]), poll_s)
                 await self._start(model, choice, copies, announcement)
         self._watching = asyncio.create_task(self._hand_over.watch(self._engine))
         if "group" in self._engine.attention_backends:

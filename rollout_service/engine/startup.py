@@ -17,7 +17,7 @@ from rollout_service.engine.processes import collected_errors, reason_of
 from rollout_service.errors import RolloutServiceError
 from rollout_service.gpu import nvidia_smi
 from rollout_service.protocol.fleet import ReplicaState, ReplicaStatus
-from rollout_service.runtime.rpc import IngestCalls, ingest_client, report_from_thread
+from rollout_service.runtime.rpc import IngestCalls, ingest_client, report_from_thread, until_answered
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ def _status(replica_id: str, group: str | None, state: ReplicaState, error: str 
     return ReplicaStatus(replica_id=replica_id, group=group, sequence=sequence, version=None, state=state, error=error)
 
 
-async def wait_until_awake(ingest: IngestCalls) -> None:
+async def wait_until_awake(ingest: IngestCalls, poll_s: float) -> None:
     """Return once the engines are not asleep."""
-    while not await ingest.until_awake():
+    while not await until_answered(ingest.until_awake, poll_s):
         logger.info("the engines are asleep, and this one is started when they wake")
 
 
@@ -117,12 +117,12 @@ class StartupHeartbeat:
         """
         while True:
             self._takes_memory = True
-            await ingest.report(self.status())
-            if await ingest.until_awake():
+            await until_answered(lambda: ingest.report(self.status()), self._period_s)
+            if await until_answered(ingest.until_awake, self._period_s):
                 return
             self._takes_memory = False
-            await ingest.report(self.status())
-            await wait_until_awake(ingest)
+            await until_answered(lambda: ingest.report(self.status()), self._period_s)
+            await wait_until_awake(ingest, self._period_s)
 
     def _starting_status(self) -> ReplicaStatus:
         status = _status(self._replica_id, self._group, "starting", self._waits_for)

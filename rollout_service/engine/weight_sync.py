@@ -40,7 +40,7 @@ from rollout_service.protocol.fleet import (
     UpdateTimings,
 )
 from rollout_service.protocol.weight_log import DesiredState, Head, Origin
-from rollout_service.runtime.rpc import IngestCalls, MonitorCalls
+from rollout_service.runtime.rpc import IngestCalls, MonitorCalls, until_answered
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.node_cache import NodeCache
 
@@ -164,14 +164,8 @@ class WeightSync:
 
     async def _hold_adapters(self, adapters: ReplicaAdapters) -> None:
         """Load the adapters that the ingest names; waits for the ingest."""
-        while True:
-            try:
-                adapters.want((await self._ingest.sync(self.status(), None)).adapters)
-                break
-            except NotReady as error:
-                if self._unreadable.is_news(str(error)):
-                    logger.warning("waiting for the ingest to name the adapters: %s", error)
-                await asyncio.sleep(self._config.poll_s)
+        desired = await until_answered(lambda: self._ingest.sync(self.status(), None), self._config.poll_s)
+        adapters.want(desired.adapters)
         await adapters.settle()
 
     async def _follow_adapters(self, adapters: ReplicaAdapters) -> None:

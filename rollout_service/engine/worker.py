@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from rollout_service.compat.vllm_internals import adapter_targets
 from rollout_service.engine.attention.worker import AttentionWorker
 from rollout_service.engine.sleeping import SleepingWorker
+from rollout_service.errors import InvalidRequest
 from rollout_service.kv_scales.worker import measure_kv
 
 if TYPE_CHECKING:
@@ -30,15 +31,15 @@ class VersionStaging(SleepingWorker, AttentionWorker):
         """Return the layers that compute with LoRA adapters, by the last part of their names."""
         return sorted(adapter_targets(self.weight_transfer_engine.model))
 
-    def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None) -> dict[str, object]:
-        """See ``kv_scales.worker.measure_kv``. Returns a KVMeasurement as JSON."""
+    def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None) -> dict[str, object] | str:
+        """See ``kv_scales.worker.measure_kv``. Returns a KVMeasurement as JSON, or why this model has none."""
         engine = self.weight_transfer_engine
-        return measure_kv(engine.model, engine.vllm_config, engine.device, sequences, scales).model_dump(mode="json")
+        try:
+            measured = measure_kv(engine.model, engine.vllm_config, engine.device, sequences, scales)
+        except InvalidRequest as error:  # vLLM passes on no types of errors
+            return error.message
+        return measured.model_dump(mode="json")
 
     def load_report(self) -> "LoadReport":
         """Return how the last version was loaded, see ``LogWeightTransferEngine.report``."""
         return self.weight_transfer_engine.report
-
-    def plan_loads(self, allowed: bool) -> None:
-        """Allow copy plans for loading versions, or always use vLLM's layerwise reload."""
-        self.weight_transfer_engine.plan_loads(allowed)

@@ -190,14 +190,21 @@ class FleetCoordinator:
         have.
 
         Engines that are not paused are paused and resumed. That pause ends with this call, and the log does not note
-        it. Raises the errors of ``set_paused``.
+        it. A pause would also end a version's wait for running rollouts, so such a version is live first. Raises the
+        errors of ``set_paused``.
         """
-        if self._control.paused:
-            cleared = {"clear_cache": True}
-            await self._all_obey(lambda control: control.model_copy(update=cleared), "cleared", timeout_s)
-            return
         self._require_desired()
         async with self._dropping:
+            if not await self._changes.wait(self._waits_for_no_rollouts, timeout_s):
+                raise NotReady(
+                    f"no KV cache is dropped: version {self._require_desired().version} waits for rollouts, and "
+                    f"not all replicas serve it after {timeout_s} s; send it again",
+                    {"replicas": [status.model_dump(mode="json") for status in self.table.live()]},
+                )
+            if self._control.paused:
+                cleared = {"clear_cache": True}
+                await self._all_obey(lambda control: control.model_copy(update=cleared), "cleared", timeout_s)
+                return
             order = uuid.uuid4().hex
             try:
                 await self._pause_briefly(order)
@@ -213,8 +220,9 @@ class FleetCoordinator:
         after ``timeout_s``.
         """
         self._require_desired()
-        # larger than the numbers of a previous ingest
-        number = self._abort = max(self._abort + 1, time.time_ns())
+        # larger than the numbers of a previous ingest, even if the clock went back
+        aborted = (status.aborted for status in self.table.live())
+        number = self._abort = max(time.time_ns(), 1 + max(aborted, default=0), self._abort + 1)
         await self._want_abort(number)
         try:
             if not await self._changes.wait(lambda: self.table.all_aborted(number), timeout_s):
@@ -403,6 +411,12 @@ class FleetCoordinator:
     async def _want_abort(self, number: int) -> None:
         self._desired = self._require_desired().model_copy(update={"abort": number})
         await self._changes.notify()
+
+    def _waits_for_no_rollouts(self) -> bool:
+        """Return True unless a replica may be waiting for running rollouts in order to load the newest version."""
+        head = self._head
+        is_loaded = head is None or head.mode != "wait" or self.table.all_serve(head.version, head.digest)
+        return is_loaded or bool(self._control.asleep)
 
     def _is_obeyed(self, order: str) -> bool:
         return self.table.all_obey(order, asleep=bool(self._control.asleep))

@@ -12,8 +12,6 @@ from rollout_service.errors import NotReady
 from rollout_service.web.errors import error_response
 
 _POLL_S = 1.0
-_ANSWERS_S = 2.0
-"""Timeout in seconds for Serve's controller. A controller that answers later is too busy for health checks."""
 
 
 class OpenRequests:
@@ -111,7 +109,7 @@ class Removal:
             await self._sleep(_POLL_S)
             if not self._open.any or self._clock() - self._since < 2 * _POLL_S:
                 continue
-            if not await self._controller_answered(_ANSWERS_S):
+            if not await self._controller_answered(ray_internals.ANSWERS_S):
                 self.note_health_check()  # a restarted controller has yet to find its replicas
             elif self._clock() - self._since > self._after_s:
                 self._open.refuse()

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import EngineFailed, InsufficientStorage, InvalidRequest, KVCacheUnfit, NotReady
+from rollout_service.errors import InsufficientStorage, InvalidRequest, KVCacheUnfit, NotReady
 from rollout_service.kv_scales.fp8_error import unfit_layers, why_unfit, worst_errors
 from rollout_service.kv_scales.scales import scales_from_amax
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice, KVCacheStatus
 from rollout_service.protocol.kv_scales import KVMeasurement, LayerError
-from rollout_service.runtime.rpc import IngestCalls
+from rollout_service.runtime.rpc import IngestCalls, until_answered
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ class CacheChooser:
         """Reason why a replica that has measured does not serve yet; also for its reports."""
 
     async def loaded(self, version: int, kv_scales: dict[str, float] | None) -> None:
-        """Measure the version that was just loaded with these scales, unless the cache is chosen. Raises KVCacheUnfit.
-        Call while the engine is paused."""
+        """Measure the version that was just loaded with these scales, unless the cache is chosen. Call while
+        the engine is paused. Raises KVCacheUnfit, or EngineFailed if it could not be measured."""
         if self.status is not None:
             if kv_scales != self._measured_with:
                 self.status = KVCacheStatus(choice=self.status.choice)
@@ -75,7 +75,7 @@ class CacheChooser:
         self._measured_with = kv_scales
         try:
             ranks = await self._engine.measure_kv(self._sequences)
-        except EngineFailed as error:
+        except InvalidRequest as error:
             self.status = KVCacheStatus(choice=await self._choose(_choose_unmeasured(error.message)))
             return
         choice = await self._judge(version, ranks)
@@ -153,20 +153,23 @@ def starting_choice(dtype: str, model: ServedModel, known: KVCacheChoice | None)
     return None if known is not None and known.dtype != "fp8_e4m3" and dtype != "auto" else known
 
 
-async def choose_bf16(ingest: IngestCalls, why: str, judged_by: str) -> KVCacheChoice:
-    """Record BF16 for all replicas of this log. Return it, or another replica's earlier choice. Raises NotReady."""
+async def choose_bf16(ingest: IngestCalls, why: str, judged_by: str, retry_s: float) -> KVCacheChoice:
+    """Record BF16 for all replicas of this log, retrying. Return it, or another replica's earlier choice."""
     logger.warning("the KV cache is kept in BF16: %s", why)
-    return await ingest.choose_kv_cache(KVCacheChoice(dtype="bfloat16", why=why, judged_by=judged_by))
+    choice = KVCacheChoice(dtype="bfloat16", why=why, judged_by=judged_by)
+    return await until_answered(lambda: ingest.choose_kv_cache(choice), retry_s)
 
 
-async def without_fp8(ingest: IngestCalls, choice: KVCacheChoice | None, why: str, replica_id: str) -> KVCacheChoice:
-    """Return the cache of a replica whose engine cannot read FP8: BF16, with the reason ``why``. Raises NotReady.
+async def without_fp8(
+    ingest: IngestCalls, choice: KVCacheChoice | None, why: str, replica_id: str, retry_s: float
+) -> KVCacheChoice:
+    """Return the cache of a replica whose engine cannot read FP8: BF16, with the reason ``why``.
 
     It is recorded for all replicas of this log. If a replica on another processor has already recorded FP8, that stays
     valid for replicas that can read it, and only this replica uses BF16.
     """
     if choice is None:
-        choice = await choose_bf16(ingest, why, replica_id)
+        choice = await choose_bf16(ingest, why, replica_id, retry_s)
     if choice.dtype == "bfloat16":
         return choice
     return KVCacheChoice(dtype="bfloat16", why=why, judged_by=replica_id)

@@ -26,6 +26,7 @@ from rollout_service.compat.vllm_internals import (
     select_no_adapter,
     set_forward_context,
 )
+from rollout_service.errors import InvalidRequest
 from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
 from rollout_service.kv_scales.scales import TENSORS, LayerScales
 from rollout_service.protocol.kv_scales import KVMeasurement
@@ -49,11 +50,11 @@ def measure_kv(
     Args:
         scales: scales against which errors are measured, by ``<layer>.{q,k,v}_scale``; None: the engine's.
 
-    Raises RuntimeError for unsupported attention (with the reason), or without any sequence.
+    Raises InvalidRequest for unsupported attention (with the reason), or without any sequence.
     """
     layers = layers_by_name(model)
     if not layers or not sequences:
-        raise RuntimeError(f"nothing to measure: {len(layers)} layers with an FP8 cache, {len(sequences)} sequences")
+        raise InvalidRequest(f"nothing to measure: {len(layers)} layers with an FP8 cache, {len(sequences)} sequences")
     for name, layer in layers.items():
         _require_computable(name, layer, vllm_config)
     watches = {name: _Watch(layer, _against(name, layer, scales)) for name, layer in layers.items()}
@@ -154,7 +155,7 @@ def _require_computable(name: str, layer: Attention, vllm_config: VllmConfig) ->
     }
     found = [reason for reason, present in reasons.items() if present]
     if found:
-        raise RuntimeError(f"q, k and v of {name} cannot be measured: its attention has {', '.join(found)}")
+        raise InvalidRequest(f"q, k and v of {name} cannot be measured: its attention has {', '.join(found)}")
 
 
 def load_kv_scales(model: torch.nn.Module, model_config: ModelConfig, scales: Mapping[str, float] | None) -> int:

@@ -10,10 +10,11 @@ class) and every caller against it. A call of any deployment raises:
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -21,7 +22,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from rollout_service.compat.ray_internals import continue_trace
-from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, RolloutServiceError
+from rollout_service.errors import DeploymentFailed, EngineFailed, InsufficientStorage, NotReady, RolloutServiceError
 from rollout_service.protocol.adapters import (
     AdapterStatus,
     AdapterUpload,
@@ -50,6 +51,9 @@ from rollout_service.protocol.weight_transfer import TransferInit, TransferStatu
 from rollout_service.protocol.weights import ServiceState, TensorDigests, WeightStatus
 from rollout_service.runtime.placements import PLACEMENTS, Placements
 from rollout_service.tracing import only_the_trace, step_of_trace
+
+logger = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
 
 
 class IngestCalls(Protocol):
@@ -168,6 +172,16 @@ def monitor_client(handle: DeploymentHandle) -> MonitorCalls:
 def session_client(handle: DeploymentHandle) -> SessionCalls:
     """Return a client for the handle of the sessions' deployment."""
     return cast(SessionCalls, _Client(handle, "sessions"))
+
+
+async def until_answered(ask: Callable[[], Awaitable[_Answer]], poll_s: float) -> _Answer:
+    """Return the ingest's answer. Asks again every ``poll_s`` seconds while the ingest is away or its disk is full."""
+    while True:
+        try:
+            return await ask()
+        except (InsufficientStorage, NotReady) as error:
+            logger.warning("waiting for the ingest: %s", error)
+            await asyncio.sleep(poll_s)
 
 
 class EngineClient:

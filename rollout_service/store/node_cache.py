@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from rollout_service.config.service import AUTO, WeightsConfig
 from rollout_service.errors import LogCorrupt, LogLocked, NotFound, NotReady
 from rollout_service.protocol.weight_log import Head, LogFile, Newest
-from rollout_service.runtime.rpc import IngestCalls
+from rollout_service.runtime.rpc import IngestCalls, until_answered
 from rollout_service.runtime.threads import to_thread_and_back
 from rollout_service.store.durable_io import (
     DISK_FULL,
@@ -134,12 +134,7 @@ async def find_log(weights: WeightsConfig, ingest: IngestCalls) -> "tuple[Weight
     """
     before: Newest | None = None
     while True:
-        try:
-            newest = await ingest.newest()
-        except NotReady as error:
-            logger.info("waiting for the ingest: %s", error)
-            await asyncio.sleep(weights.poll_s)
-            continue
+        newest = await until_answered(ingest.newest, weights.poll_s)
         root = newest.root if weights.root == AUTO else weights.root_here()
         found = weights.model_copy(update={"root": root})
         if WeightLog(root).origin() == newest.origin:

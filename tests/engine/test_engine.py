@@ -30,6 +30,7 @@ from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSourc
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
 from tests.support.fp8_cache import CACHE_DTYPE
+from tests.support.one_engine import prompt_logprobs
 from tests.support.penalties import whole_with
 from tests.support.reference import reference_logprobs, reference_model
 from tests.support.telltale import assert_pure, canary_weights
@@ -153,7 +154,7 @@ async def test_candidates_and_prompt_logprobs_are_the_models(served):
         assert [c.logprob for c in candidates] == sorted((c.logprob for c in candidates), reverse=True)
         assert logprob in [c.logprob for c in candidates if c.token_id == token] or logprob <= candidates[-1].logprob
         assert 0.15 < sum(math.exp(candidate.logprob) for candidate in candidates) < 1
-    scores, _ = await engine.score("scored", prompt)
+    scores = await prompt_logprobs(engine, "scored", prompt)
     first, *rest = sampled.prompt_logprobs
     assert first is None and [each[0].token_id for each in rest] == list(prompt[1:])
     assert [each[0].logprob for each in rest] == pytest.approx(scores, abs=FP8_MAX)  # the batches differ

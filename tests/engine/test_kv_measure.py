@@ -49,9 +49,9 @@ def require_alike(ranks: list[Any], observed: Any, agree: float) -> None:
 async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(llama_with_fp8_cache):
     one = llama_with_fp8_cache
     folder = await one.update(one.newest + 1, loud_weights(one.config.model.path, seed=1))
-    before = await one.engine.score("before", tuple(BATCH[0]))
+    before = await one.logprobs([tuple(BATCH[0])])
     ranks = await one.measured(BATCH)
-    assert await one.engine.score("after", tuple(BATCH[0])) == before
+    assert torch.equal(await one.logprobs([tuple(BATCH[0])]), before)
 
     observed = measured_by_a_trainer(one, folder)
     trainer = observed.scales()

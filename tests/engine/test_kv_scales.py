@@ -48,9 +48,8 @@ async def long_rollouts(one: OneEngine) -> list[asyncio.Task[tuple[Completion, .
 async def rescored(one: OneEngine, completions: list[tuple[tuple[int, ...], Completion]], version: int) -> torch.Tensor:
     """The engine's logprobs of the tokens of ``version``, given all before them, minus those they came with."""
     differences = []
-    for number, (prompt, completion) in enumerate(completions):
-        logprobs, _ = await one.engine.score(f"again{number}", prompt + completion.token_ids)
-        again = torch.tensor(logprobs[len(prompt) - 1 :])
+    for prompt, completion in completions:
+        again = (await one.logprobs([prompt + completion.token_ids]))[len(prompt) - 1 :]
         [span] = [span for span in completion.spans if span.version == version]
         differences.append((again - torch.tensor(completion.logprobs))[span.start : span.end])
     return torch.cat(differences)

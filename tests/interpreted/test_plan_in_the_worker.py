@@ -115,7 +115,7 @@ def serving(
         model_config=SimpleNamespace(dtype=torch.float32, enable_sleep_mode=False, hf_text_config=SimpleNamespace()),
     )
     engine = LogWeightTransferEngine(None, config, torch.device("cpu"), model)
-    engine.plan_loads(True)
+    engine.may_plan = True
     return engine
 
 

@@ -122,13 +122,20 @@ class OneEngine:
 
     async def logprobs(self, tokens: list[tuple[int, ...]]) -> torch.Tensor:
         """Of each token of each sequence but the first, given those before it, one after the other."""
-        scored = [await self.engine.score(f"score-{i}", sequence) for i, sequence in enumerate(tokens)]
-        return torch.tensor([logprob for logprobs, _ in scored for logprob in logprobs])
+        scored = [await prompt_logprobs(self.engine, f"score-{i}", sequence) for i, sequence in enumerate(tokens)]
+        return torch.tensor([logprob for logprobs in scored for logprob in logprobs])
 
     async def sample(self) -> list[tuple[tuple[int, ...], Completion]]:
         """Prompt and completion, 16 pairs."""
         rollouts = await asyncio.gather(*(self.engine.generate(f"r{i}", p, SAMPLING) for i, p in enumerate(PROMPTS)))
         return [(prompt, c) for prompt, completions in zip(PROMPTS, rollouts, strict=True) for c in completions]
+
+
+async def prompt_logprobs(engine: EngineAdapter, request_id: str, tokens: tuple[int, ...]) -> list[float]:
+    """Of each token but the first, given those before it."""
+    [sampled] = await engine.generate(request_id, tokens, Sampling(max_tokens=1, ignore_eos=True, prompt_logprobs=0))
+    assert sampled.prompt_logprobs is not None
+    return [token[0].logprob for token in sampled.prompt_logprobs if token is not None]
 
 
 @asynccontextmanager

@@ -147,7 +147,8 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         self._buffers = buffer_digests(model) if self._area is not None else {}
         self._plan: CopyPlan | None = None
         # the CPU's kernels keep packed copies of weights, which no plan would renew
-        self._may_plan = not current_platform.is_cpu()
+        self.may_plan = not current_platform.is_cpu()
+        """False: every version is loaded layerwise."""
         self._no_plan: dict[str, str] = {}
         """The last layout that got no plan, with the reason."""
         self._recorded: tuple[CopyRecorder, list[Held]] | None = None
@@ -177,10 +178,6 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     def forget_staged(self) -> None:
         """Discard the staged version."""
         self._stager.forget()
-
-    def plan_loads(self, allowed: bool) -> None:
-        """Allow or forbid copy plans. The next version is loaded layerwise in either case."""
-        self._plan, self._may_plan, self._no_plan = None, allowed, {}
 
     def start_weight_update(self) -> None:
         """Do nothing: the way of loading depends on the version."""
@@ -270,7 +267,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     def _record_copies(self, staged: Staged, sources: Sources) -> AbstractContextManager[object]:
         """Return the context that records copies for a plan, if possible. Call it before the reload begins."""
         self._recorded = None
-        if self._area is None or not self._may_plan or staged.layout in self._no_plan:
+        if self._area is None or not self.may_plan or staged.layout in self._no_plan:
             return nullcontext()
         recorder = CopyRecorder(self.model, sources)
         self._recorded = recorder, list(held_tensors(self.model))

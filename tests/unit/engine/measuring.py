@@ -4,7 +4,6 @@ import asyncio
 
 import torch
 
-from rollout_service.errors import EngineFailed
 from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
 from rollout_service.kv_scales.scales import LayerScales
 from rollout_service.protocol.fleet import KVCacheChoice
@@ -43,7 +42,7 @@ class FakeMeasuringEngine:
         self.batches: list[list[list[int]]] = []
         self.keys: dict[str, list[torch.Tensor]] = {layer: [ordinary()] for layer in LAYERS}
         """Layer → each rank's."""
-        self.fail: str | None = None
+        self.fail: Exception | None = None
 
     async def measure_kv(
         self, sequences: list[list[int]], scales: dict[str, float] | None = None
@@ -51,7 +50,7 @@ class FakeMeasuringEngine:
         self.calls.append("measure" if scales is None else "judge")
         self.batches.append(sequences)
         if self.fail is not None:
-            raise EngineFailed(self.fail)
+            raise self.fail
         ranks = range(len(self.keys[LAYERS[0]]))
         return tuple(self._seen(rank, scales, sum(map(len, sequences))) for rank in ranks)
 

@@ -18,7 +18,7 @@ class Replica:
     """One with sequences, in a time of its own: it passes only when somebody sleeps."""
 
     def __init__(self, *, others: bool) -> None:
-        self.now, self.others = 0.0, others
+        self.now, self.others, self.controller_answers = 0.0, others, True
         self.aborted_at: list[float] = []
         self.at: dict[float, Callable[[], None]] = {}
         """What happens in the first sleep that ends after this time."""
@@ -26,7 +26,9 @@ class Replica:
         self.admission = AdmissionLimit(100)
         self._held = ExitStack()
         self.drain = Drain(TIMEOUT_S, lambda: self.now)
-        self.hand_over = HandOver(self.drain, self.admission, self._others_serve, lambda: self.now, self._sleep)
+        self.hand_over = HandOver(
+            self.drain, self.admission, self._others_serve, lambda: self.now, self._sleep, self._controller_answered
+        )
         self.drain.serves(lambda: self.hand_over.hand_over(self))
 
     def take(self, sequences: int) -> None:
@@ -48,6 +50,9 @@ class Replica:
 
     async def _others_serve(self) -> bool:
         return self.others
+
+    async def _controller_answered(self, within_s: float) -> bool:
+        return self.controller_answers
 
     async def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -118,3 +123,18 @@ async def test_what_runs_is_given_back_in_time_when_serve_stops_asking(asked_aga
         await asyncio.sleep(0)
     watching.cancel()
     assert [20 < at <= 22 for at in replica.aborted_at] == ([] if asked_again else [True])
+
+
+async def test_without_a_controller_nobody_drains_and_nothing_is_given_back():
+    replica = Replica(others=True)
+    replica.take(3)
+    replica.hand_over.asked()
+    replica.controller_answers = False
+    watching, drained_at = asyncio.create_task(replica.hand_over.watch(replica)), list[float]()
+    replica.at[60.0] = lambda: setattr(replica, "controller_answers", True)
+    while replica.now < 90:
+        await asyncio.sleep(0)
+        if replica.hand_over.draining:
+            drained_at.append(replica.now)
+    watching.cancel()
+    assert min(drained_at) == 60 - 1 + UNASKED_AFTER_S and len(replica.aborted_at) == 1 and replica.aborted_at[0] > 70

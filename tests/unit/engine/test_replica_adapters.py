@@ -3,9 +3,14 @@
 import asyncio
 import errno
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+from vllm.v1.engine.async_llm import AsyncLLM
 
+from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.adapters import LoadedAdapter, ReplicaAdapters
 from rollout_service.errors import InvalidManifest, NotReady, TooEarly
 from rollout_service.protocol.adapters import TENSORS_FILE, AdapterVersion, WantedAdapter
@@ -61,6 +66,7 @@ def committed(store: AdapterStore, name: str, version: int) -> AdapterVersion:
     staged.mkdir(parents=True)
     for file in ADAPTER_FILES:
         (staged / file).write_text(f"{file} of {name} {version}")
+    save_file({"q_proj.lora_A": np.array([version])}, staged / TENSORS_FILE, {"name": name})
     adapter = AdapterVersion(
         name=name,
         version=version,
@@ -204,6 +210,51 @@ async def test_a_sleeping_replica_loads_nothing_and_takes_requests_and_an_awake_
     replica.served = "another"
     with pytest.raises(TooEarly):
         replica.newest("a")
+
+
+class Core:
+    """Stands for vLLM's engine core: the first load of an adapter ends when a test lets it."""
+
+    errored = is_paused = None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.loading, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def add_lora(self, request: object) -> None:
+        self.loading.set()
+        await self.may_end.wait()
+        self.calls.append("add_lora")
+
+    async def reset_prefix_cache(self, **_: bool) -> None:
+        pass
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[object]:
+        self.calls.append(method)
+        answers = {"adapter_targets": ["q_proj"], "drop_memory": 1, "missing_memory": (0, 0)}
+        return [answers.get(method)]
+
+
+async def test_an_adapter_is_loaded_before_memory_is_released_or_when_it_is_back(tmp_path, monkeypatch):
+    replica, core = Replica(tmp_path), Core()
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda *_, **__: core)
+    engine = EngineAdapter(SimpleNamespace(additional_config={}))
+    replica.adapters = ReplicaAdapters(engine, replica.store, 3, lambda: BASE)
+    replica.commit("a", 1)
+    settling = asyncio.create_task(replica.settle())
+    await core.loading.wait()
+    sleeping = asyncio.create_task(engine.sleep())
+    for _ in range(20):  # it goes as far as it can
+        await asyncio.sleep(0)
+    core.may_end.set()
+    await asyncio.gather(settling, sleeping)
+    assert core.calls == ["adapter_targets", "add_lora", "drop_memory"]
+    replica.commit("a", 2)
+    await replica.settle()
+    assert replica.newest("a") == "a@1" and [each.error for each in replica.adapters.status()] == [None]
+    await engine.wake_up()
+    await replica.settle()
+    assert replica.newest("a") == "a@2"
 
 
 async def test_a_node_without_the_log_fetches_copies_and_drops_them(tmp_path):

@@ -14,6 +14,7 @@ from ray.exceptions import ActorDiedError
 
 from rollout_service.engine.processes import tell_errors
 from rollout_service.engine.startup import GpuTaken, StartupHeartbeat, says_why_it_fails, wait_for_free_gpus
+from rollout_service.errors import NotReady
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from tests.support.handles import FakeMethod
 
@@ -111,27 +112,38 @@ async def test_a_replica_that_starts_reports_no_failure():
 class SleepingFleet:
     """Engines sleep for the first ``asked`` questions."""
 
-    def __init__(self, asked: int) -> None:
+    def __init__(self, asked: int, *, away: bool = False) -> None:
         self.asked = asked
+        self.away = away
+        """The ingest refuses a call, and then takes the same one."""
+        self._refused = False
         self.heard: list[bool | None] = []
         """What each report says of memory, and None for each question."""
 
+    def _refuse(self) -> None:
+        self._refused = self.away and not self._refused
+        if self._refused:
+            raise NotReady("the ingest restarts")
+
     async def report(self, status: ReplicaStatus) -> None:
+        self._refuse()
         self.heard.append(status.takes_memory)
 
     async def until_awake(self) -> bool:
+        self._refuse()
         self.heard.append(None)
         self.asked -= 1
         return self.asked < 0
 
 
+@pytest.mark.parametrize("away", [False, True], ids=["ingest there", "ingest away"])
 @pytest.mark.parametrize(
     ("asked", "heard"),
     [(0, [True, None]), (3, [True, None, False, None, None, None, True, None])],
     ids=["awake", "asleep"],
 )
-async def test_memory_is_taken_once_that_is_reported_and_nobody_sleeps(asked, heard):
-    fleet = SleepingFleet(asked)
+async def test_memory_is_taken_once_that_is_reported_and_nobody_sleeps(asked, heard, away):
+    fleet = SleepingFleet(asked, away=away)
     announcement = StartupHeartbeat("r1", Ingest(), 0.001)
     await announcement.take_memory(fleet)
     assert fleet.heard == heard and announcement.status().takes_memory

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,11 +12,22 @@ from rollout_service.errors import Asleep, CommitTimeout, InsufficientStorage, L
 from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.fleet import Pin, ReplicaStatus
-from rollout_service.protocol.upload import CommitUpload
+from rollout_service.protocol.upload import CommitUpload, RollBack
 from rollout_service.protocol.weight_log import Control, DesiredState, Head
 from rollout_service.store import durable_io
 from rollout_service.store.log import WeightLog
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, config_of, order, replica, settle, started, stream_of
+from tests.unit.ingest.trainer import (
+    Trainer,
+    Weights,
+    begin_of,
+    changed,
+    config_of,
+    order,
+    replica,
+    settle,
+    started,
+    stream_of,
+)
 
 LONG_S = 60.0
 
@@ -48,6 +60,28 @@ class TestWaiting:
         await ingest.report(replica("b", 1, sequence=1))
         status = await asyncio.wait_for(commit, LONG_S)
         assert status.state == "live" and {r.replica_id for r in status.replicas} == {"a", "b"}
+
+    @pytest.mark.parametrize("is_rollback", [False, True])
+    async def test_a_version_that_is_removed_while_its_commit_waits_was_live(
+        self, ingest, trainer, weights, is_rollback
+    ):
+        await ingest.report(replica("a", 0))
+        await trainer.upload(1, changed(weights, 1.0))
+        version = 2 if is_rollback else 1
+        if is_rollback:
+            await ingest.commit(1, CommitUpload())
+            committing = ingest.roll_back(RollBack(to=0, wait="all", timeout_s=LONG_S))
+        else:
+            committing = ingest.commit(1, CommitUpload(wait="all", timeout_s=LONG_S))
+        waiting = asyncio.create_task(committing)
+        while (await ingest.fleet()).latest_version != version:
+            await asyncio.sleep(0.001)
+        for newer in (version + 1, version + 2):
+            newest = await trainer.push(newer, changed(weights, newer / 8))
+        assert await versions(ingest) == [0, version + 1, version + 2]
+        await ingest.report(replica("a", version + 2, 1, digest=newest.digest))
+        status = await waiting
+        assert (status.version, status.state) == (version, "live")
 
     async def test_a_replica_at_a_newer_version_counts_for_the_older_ones(self, ingest):
         await ingest.report(replica("a", 3))
@@ -213,6 +247,34 @@ class TestPausing:
         await asyncio.wait_for(drop, LONG_S)
         assert seen == [(True, "keep", True), (False, "keep", True)]
 
+    @pytest.mark.parametrize("paused", [False, True])
+    async def test_dropping_the_cache_ends_no_wait_of_a_version(self, ingest, trainer, weights, a, paused):
+        if paused:
+            pause = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S, clear_cache=False))
+            await a.poll()
+            await a.obeyed()
+            await pause
+        await trainer.upload(1, weights)
+        await ingest.commit(1, CommitUpload(mode="wait"))
+        before = await a.poll(paused=paused, obeyed=a.seen.order)
+        with pytest.raises(NotReady, match="version 1 waits for rollouts, and not all replicas serve it"):
+            await ingest.drop_kv_cache(timeout_s=0.01)
+        drop = asyncio.create_task(ingest.drop_kv_cache(LONG_S))
+        await settle()
+        assert await told(ingest) == before
+        await a.obeyed(1)
+        for pauses in (True,) if paused else (True, False):
+            desired = await a.poll(1, paused=a.seen.paused, obeyed=a.seen.order)
+            assert (desired.paused, desired.clear_cache) == (pauses, True)
+            await a.obeyed(1)
+        await asyncio.wait_for(drop, LONG_S)
+
+    async def test_dropping_the_cache_of_a_sleeping_fleet_waits_for_no_version(self, ingest, trainer, weights, a):
+        await a.fall_asleep()
+        await trainer.upload(1, weights)
+        await ingest.commit(1, CommitUpload(mode="wait"))
+        await asyncio.wait_for(ingest.drop_kv_cache(LONG_S), LONG_S)
+
     async def test_dropping_the_cache_leaves_no_pause_behind(self, ingest, log):
         await ingest.report(replica("deaf", 0))
         before = await told(ingest)
@@ -278,6 +340,15 @@ class TestAborting:
         await ingest.report(replica("b", 0, 2, aborted=desired.abort))
         await asyncio.wait_for(abort, LONG_S)
         assert await told(ingest) == before and log.control() == Control()
+
+    async def test_an_abort_is_newer_than_those_of_a_clock_that_went_back(self, ingest, a):
+        before = 2 * time.time_ns()
+        await a.obeyed(aborted=before)
+        abort = asyncio.create_task(ingest.abort_running(LONG_S))
+        desired = await a.poll(aborted=before)
+        assert desired.abort > before and not abort.done()
+        await a.obeyed(aborted=desired.abort)
+        await asyncio.wait_for(abort, LONG_S)
 
     async def test_an_abort_that_nobody_waits_for_or_obeys_is_over(self, ingest, log, a):
         abort = asyncio.create_task(ingest.abort_running(LONG_S))

@@ -2,11 +2,16 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import InsufficientStorage, KVCacheUnfit, NotReady
+from rollout_service.engine.adapter import EngineAdapter
+from rollout_service.engine.worker import VersionStaging
+from rollout_service.errors import EngineFailed, InsufficientStorage, InvalidRequest, KVCacheUnfit, NotReady
 from rollout_service.kv_scales.cache_choice import (
     CacheChooser,
     choose_bf16,
@@ -23,6 +28,7 @@ from tests.unit.engine.measuring import LAYERS, FakeCoordinator, FakeMeasuringEn
 
 KNOWN = KVCacheChoice(dtype="fp8_e4m3", why="found before", judged_by="r0, version 0")
 BATCH = [[1, 2, 3, 4]] * 4
+SINKS = InvalidRequest("its attention has attention sinks")
 
 
 class Replica:
@@ -98,12 +104,36 @@ class TestMeasuring:
         assert status.choice.dtype == "fp8_e4m3" and status.choice.why.startswith(f"not measured: {why}")
         assert KVCacheStatus.model_validate_json(status.model_dump_json()) == status
 
-    async def test_an_engine_that_cannot_measure_gets_fp8(self, replica):
-        replica.engine.fail = "its attention has attention sinks"
+    async def test_a_model_that_cannot_be_measured_gets_fp8(self, replica):
+        replica.engine.fail = SINKS
         await replica.chooser.loaded(1, None)
         choice = KVCacheChoice(dtype="fp8_e4m3", why="not measured: its attention has attention sinks")
         assert replica.chooser.status == KVCacheStatus(choice=choice)
         assert replica.coordinator.asked == [choice]  # or the next replica could find BF16, and this one stay in FP8
+
+    async def test_an_engine_that_fails_chooses_nothing_for_the_replicas_after_it(self, replica):
+        replica.engine.fail = EngineFailed("CUDA out of memory")
+        with pytest.raises(EngineFailed, match="out of memory"):
+            await replica.chooser.loaded(1, None)
+        assert replica.coordinator.asked == [] and replica.chooser.status is None
+
+    async def test_what_workers_find_in_a_model_is_told_from_a_failure(self, monkeypatch):
+        worker = VersionStaging()
+        worker.weight_transfer_engine = SimpleNamespace(model=torch.nn.Linear(1, 1), vllm_config=None, device=None)
+
+        class Core:
+            errored = is_paused = None
+
+            async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[object]:
+                return [getattr(worker, method)(*args)]
+
+        monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda *_, **__: Core())
+        engine = EngineAdapter(SimpleNamespace(additional_config={}))
+        with pytest.raises(InvalidRequest, match="nothing to measure: 0 layers with an FP8 cache"):
+            await engine.measure_kv(BATCH)
+        del worker.weight_transfer_engine
+        with pytest.raises(EngineFailed, match=r"no attribute .weight_transfer_engine.; set kv_cache\.dtype: bfloat16"):
+            await engine.measure_kv(BATCH)
 
 
 class TestChoosing:
@@ -117,7 +147,7 @@ class TestChoosing:
     async def test_fp8_gives_way_to_what_another_replica_found_before(self, replica, measured):
         held = KVCacheChoice(dtype="bfloat16", why="not for 1 of 2 layers", judged_by="r0, version 0")
         replica.coordinator.answers = [held]
-        replica.engine.fail = None if measured else "its attention has attention sinks"
+        replica.engine.fail = None if measured else SINKS
         with pytest.raises(KVCacheUnfit, match="not for 1 of 2 layers") as refused:
             await replica.chooser.loaded(1, None)
         assert refused.value.detail["judged_by"] == "r0, version 0" and replica.chooser.status is None
@@ -169,26 +199,25 @@ class TestCacheDtype:
 
     async def test_bf16_holds_for_all_unless_another_choice_was_first(self):
         coordinator = FakeCoordinator()
-        coordinator.answers = [NotReady("it died"), FOUND_FP8]
+        coordinator.answers = [NotReady("it died"), InsufficientStorage("make room"), FOUND_FP8]
         judged = "not for 1 of 2 layers", "r1, version 3"
-        with pytest.raises(NotReady, match="it died"):
-            await choose_bf16(coordinator, *judged)
-        assert await choose_bf16(coordinator, *judged) == FOUND_FP8
-        held = await choose_bf16(coordinator, *judged)
+        assert await choose_bf16(coordinator, *judged, retry_s=0.001) == FOUND_FP8
+        assert len(coordinator.asked) == 3
+        held = await choose_bf16(coordinator, *judged, retry_s=0.001)
         assert held == KVCacheChoice(dtype="bfloat16", why=judged[0], judged_by=judged[1])
         assert coordinator.asked[-1] == held
 
     async def test_a_processor_without_fp8_is_noted_unless_a_choice_is(self):
         coordinator = FakeCoordinator()
         alone = KVCacheChoice(dtype="bfloat16", why="it has no AVX-512", judged_by="r1")
-        assert await without_fp8(coordinator, None, "it has no AVX-512", "r1") == alone
+        assert await without_fp8(coordinator, None, "it has no AVX-512", "r1", 0.001) == alone
         assert coordinator.asked == [alone]
         coordinator.asked.clear()
-        assert await without_fp8(coordinator, FOUND_BF16, "it has no AVX-512", "r1") == FOUND_BF16
-        assert await without_fp8(coordinator, FOUND_FP8, "it has no AVX-512", "r1") == alone
+        assert await without_fp8(coordinator, FOUND_BF16, "it has no AVX-512", "r1", 0.001) == FOUND_BF16
+        assert await without_fp8(coordinator, FOUND_FP8, "it has no AVX-512", "r1", 0.001) == alone
         assert coordinator.asked == []
         coordinator.answers = [FOUND_FP8]  # by a replica that was quicker
-        assert await without_fp8(coordinator, None, "it has no AVX-512", "r1") == alone
+        assert await without_fp8(coordinator, None, "it has no AVX-512", "r1", 0.001) == alone
 
     def test_an_engine_is_configured_with_it_and_nothing_else(self):
         config = ServiceConfig.model_validate({"kv_cache": {"scales_policy": "unit"}, "model": {"path": Path("m")}})
