@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query
 
 from rollout_service.errors import Asleep, InvalidRequest, NotReady, Overtaken
 from rollout_service.fleet.coordinator import SLEEP_TAGS
-from rollout_service.gateway.dependencies import Here, Services
+from rollout_service.gateway.dependencies import Here, Services, answer_of_ingest
 from rollout_service.gateway.routes import GuardedRoute
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import FailedStarts, Fleet, PauseMode, SleepTag
@@ -19,8 +19,6 @@ from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["control"], route_class=GuardedRoute)
 TimeoutS = Annotated[float, Query(gt=0, allow_inf_nan=False)]
-INGEST_ANSWERS_S = 5.0
-"""Timeout in seconds. An ingest that cannot start never answers, and the caller should learn the reason soon."""
 
 
 @router.post("/pause", responses=documented(InvalidRequest, Overtaken))
@@ -130,11 +128,9 @@ def _require_sleep_mode(services: Services) -> None:
 async def known_fleet(services: Services) -> Fleet:
     """Return the fleet as the ingest knows it. Raises NotReady with Serve's messages if the ingest does not answer."""
     try:
-        async with asyncio.timeout(INGEST_ANSWERS_S):
-            return await services.ingest.fleet()
-    except (NotReady, TimeoutError) as error:
-        why = str(error) or f"the ingest has not answered for {INGEST_ANSWERS_S:g} s"
-        raise await _not_ready(why, services) from error
+        return await answer_of_ingest(services.ingest.fleet())
+    except NotReady as error:
+        raise await _not_ready(error.message, services) from error
 
 
 async def failed_starts(services: Services) -> FailedStarts | None:

@@ -2,11 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import httpx
 import ray
@@ -40,6 +39,18 @@ from rollout_service.web.auth import Authorizer
 
 MAX_FORWARDED_PARTS = 64
 """Maximum number of concurrent part uploads to the ingest; more wait."""
+INGEST_ANSWERS_S = 5.0
+"""Timeout in seconds. An ingest that cannot start never answers, and the caller should learn the reason soon."""
+_Answer = TypeVar("_Answer")
+
+
+async def answer_of_ingest(answer: Awaitable[_Answer]) -> _Answer:
+    """Return the answer of the ingest. Raises NotReady if it does not come soon."""
+    try:
+        async with asyncio.timeout(INGEST_ANSWERS_S):
+            return await answer
+    except TimeoutError as error:
+        raise NotReady(f"the ingest has not answered for {INGEST_ANSWERS_S:g} s: send it again") from error
 
 
 class KnownAdapters:
@@ -52,24 +63,29 @@ class KnownAdapters:
         self._ingest, self._lock = ingest, asyncio.Lock()
         self._versions: dict[str, tuple[int, ...]] = {}
         self._read_at = -self.MAX_AGE_S
+        self._failure: NotReady | None = None
+        """The error of the last reading."""
 
     async def find(self, asked: str, min_version: int | None = None) -> WantedAdapter | None:
-        """Return the adapter that ``run-a`` or ``run-a@3`` means. None: there is none."""
+        """Return the adapter that ``run-a`` or ``run-a@3`` means. None: there is none.
+
+        Raises NotReady if it is not known here, and the ingest does not answer.
+        """
         if (parsed := read_adapter_name(asked)) is None:
             return None
         name, exact = parsed
         began = time.monotonic()
         if not self._has(name, exact) or began - self._read_at > self.MAX_AGE_S:
-            async with self._lock:
-                if self._read_at < began:
-                    await self._read()
-        if name not in self._versions or (exact is not None and not self._has(name, exact)):
+            await self._read_since(began)
+        if not self._has(name, exact):
+            if self._failure is not None:
+                raise NotReady(f"adapter {asked!r} is not known here: {self._failure.message}") from self._failure
             return None
         return WantedAdapter(name=name, min_version=min_version, exact_version=exact)
 
     async def names(self) -> tuple[str, ...]:
         """Return the names of all adapters."""
-        await self._read()
+        await self._read_since(time.monotonic())
         return tuple(self._versions)
 
     def _has(self, name: str, exact: int | None) -> bool:
@@ -77,12 +93,19 @@ class KnownAdapters:
         # a later version may be committed any moment, and the request waits for it
         return bool(versions) and (exact is None or exact in versions or exact > versions[-1])
 
-    async def _read(self) -> None:
-        with suppress(NotReady):  # the ingest is being replaced: what is known still holds
-            found: dict[str, tuple[int, ...]] = {}
-            for adapter in await self._ingest.adapters():
-                found[adapter.name] = (*found.get(adapter.name, ()), adapter.version)
-            self._versions, self._read_at = found, time.monotonic()
+    async def _read_since(self, began: float) -> None:
+        """Read the adapters, unless another request has done so since ``began``."""
+        async with self._lock:
+            if self._read_at >= began:
+                return
+            try:
+                found: dict[str, tuple[int, ...]] = {}
+                for adapter in await answer_of_ingest(self._ingest.adapters()):
+                    found[adapter.name] = (*found.get(adapter.name, ()), adapter.version)
+                self._versions, self._failure = found, None
+            except NotReady as error:  # the ingest is being replaced: what is known still holds
+                self._failure = error
+            self._read_at = time.monotonic()
 
 
 class Chats(Protocol):

@@ -21,7 +21,7 @@ from rollout_service.errors import (
 )
 from rollout_service.fleet.continuation import sampling_of_the_rest
 from rollout_service.fleet.progress import RolloutProgress
-from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.dependencies import Services, answer_of_ingest
 from rollout_service.metrics.process import counted_rollout
 from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.protocol.base import FEW
@@ -319,8 +319,8 @@ def _from_partial(
 
 
 async def _number_of(version: int | str | None, services: Services) -> int | None:
-    """Return the number of a version given by number or label. Raises NotFound for an unknown label."""
-    return await services.ingest.version_of(version) if isinstance(version, str) else version
+    """Return the number of a version given by number or label. Raises NotFound for an unknown label, and NotReady."""
+    return await answer_of_ingest(services.ingest.version_of(version)) if isinstance(version, str) else version
 
 
 @counted_rollout

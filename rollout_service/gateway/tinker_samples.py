@@ -15,6 +15,8 @@ MAX_SAMPLES = 4096
 KEPT_S = 120.0
 """Time in seconds for which a result is kept, so that a lost reply can be fetched again, and for which a sample runs
 without a poll."""
+MAX_BYTES = 1 << 30
+"""Maximum size of all results that are kept. One with prompt logprobs can have 32 MB."""
 _EXPIRE_EVERY_S = 1.0
 POLL_S = 20.0
 """Maximum time in seconds that a poll waits. The SDK gives up after 45 s, and polls again."""
@@ -33,7 +35,9 @@ class Samples:
 
     clock: Callable[[], float] = time.monotonic
     _samples: dict[str, _Sample] = field(default_factory=dict)
-    """Oldest first."""
+    _results: dict[str, int] = field(default_factory=dict)
+    """The sizes of the results, oldest first."""
+    _nbytes: int = 0
     _timer: asyncio.TimerHandle | None = None
     """Runs while samples are kept."""
 
@@ -41,13 +45,19 @@ class Samples:
         """Start a sample, unless it is known. Raises TooManySamples."""
         if request_id in self._samples:
             return
-        self._make_room()
+        self._expire()
+        self._make_room(1)
         if len(self._samples) >= MAX_SAMPLES:
             raise TooManySamples(f"{MAX_SAMPLES} samples are open: send it again", {"limit": MAX_SAMPLES})
         sample = self._samples[request_id] = _Sample(asyncio.create_task(_result(make())), self.clock())
 
-        def end(_: object) -> None:
+        def end(task: "asyncio.Task[bytes | dict[str, str]]") -> None:
             sample.ended_at = self.clock()
+            if self._samples.get(request_id) is sample:
+                failed = task.cancelled() or task.exception() is not None
+                self._results[request_id] = nbytes = 0 if failed else len(task.result())
+                self._nbytes += nbytes
+                self._make_room(0)
 
         sample.task.add_done_callback(end)
         if self._timer is None:
@@ -63,16 +73,15 @@ class Samples:
         return sample.task.result() if sample.task.done() and not sample.task.cancelled() else None
 
     def cancel(self, request_id: str) -> None:
-        """Stop a sample that nobody waits for any more."""
+        """Stop a sample that nobody waits for any more, or forget its result."""
         if (sample := self._samples.pop(request_id, None)) is not None:
+            self._nbytes -= self._results.pop(request_id, 0)
             sample.task.cancel()
 
-    def _make_room(self) -> None:
-        """Forget the oldest results if there are too many samples for another one."""
-        self._expire()
-        ended = [name for name, each in self._samples.items() if each.ended_at is not None]
-        for name in ended[: max(0, len(self._samples) - MAX_SAMPLES + 1)]:
-            del self._samples[name]
+    def _make_room(self, more: int) -> None:
+        """Forget the oldest results if there are too many bytes, or too many samples for ``more`` others."""
+        while self._results and (len(self._samples) + more > MAX_SAMPLES or self._nbytes > MAX_BYTES):
+            self.cancel(next(iter(self._results)))  # a poll that has begun still gets the result
 
     def _expire(self) -> None:
         """Forget results that nobody will fetch again. Cancel samples whose client no longer polls: they would keep

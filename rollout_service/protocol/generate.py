@@ -100,7 +100,7 @@ class RolloutOptions(Frozen):
         differ."""
         if session_header and self.session_id and session_header != self.session_id:
             raise InvalidRequest(
-                f"session_id={self.session_id!r} and the header X-Session-Id: {session_header!r} differ: send one"
+                f"session_id={self.session_id!r} and {session_header!r} of X-Session-Id or the URL differ: send one"
             )
         fields = {name: getattr(self, name) for name in RolloutOptions.model_fields}
         return RolloutOptions(**{**fields, "session_id": self.session_id or session_header or None})

@@ -32,7 +32,8 @@ from rollout_service.compat.vllm_serving import (
     construct_chat_messages_with_tool_call,
     is_mistral_tokenizer,
 )
-from rollout_service.gateway.openai.exchange import current
+from rollout_service.errors import RolloutServiceError
+from rollout_service.gateway.openai.exchange import Exchange, current
 from rollout_service.protocol.sessions import Message, Prefix
 from rollout_service.sessions.conversation import as_one_message
 from rollout_service.sessions.template import BeginsBranch, Rendering, Reply, text_after
@@ -281,7 +282,11 @@ class RecordedChat(OpenAIServingChat):
                 ended = set(range(len(exchange.completions)))
             if event == "[DONE]" and exchange.error is None:
                 exchange.replies = [told[index] for index in sorted(told)]
-                await exchange.keep_turn()
+                try:
+                    await exchange.keep_turn()
+                except RolloutServiceError as error:
+                    exchange.error = error
+                    yield f"data: {json.dumps(error.to_wire())}\n\n"
             last = {name: value for name, value in chunk.items() if name != "usage"} or last
             yield line
 
@@ -291,6 +296,8 @@ def _add(told: dict[int, Message], chunk: Message) -> None:
     for choice in chunk.get("choices", ()):
         message, delta = told.setdefault(choice["index"], {"role": "assistant", "content": ""}), choice["delta"]
         message["content"] += delta.get("content") or ""
+        if delta.get("reasoning"):
+            message["reasoning"] = message.get("reasoning", "") + delta["reasoning"]
         for call in delta.get("tool_calls") or ():
             calls = message.setdefault("tool_calls", [])
             while len(calls) <= call["index"]:
@@ -311,6 +318,14 @@ class RecordedMessages(RecordedChat, AnthropicServingMessages):
         if not all(_is_object(call.function.arguments) for call in choice.message.tool_calls or ()):
             choice.message.content, choice.message.tool_calls, choice.message.reasoning = text, [], None
         choice.finish_reason = _ANTHROPIC_ENDS.get(choice.finish_reason, choice.finish_reason)
+
+    async def _probe_disabled_thinking_effort(self) -> Any:
+        """Call vLLM's method outside the request's session: it renders chats of its own."""
+        token = current.set(Exchange())
+        try:
+            return await super()._probe_disabled_thinking_effort()
+        finally:
+            current.reset(token)
 
     async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Call vLLM's method with Anthropic's finish reasons."""

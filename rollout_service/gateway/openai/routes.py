@@ -55,6 +55,13 @@ OF_A_STORE = ("background", "previous_input_messages", "previous_response_id", "
 _CHOICES_OF_TOOLS = frozenset({"function", "custom"})
 _PARTS_OF_TOOL_RESULTS = frozenset({"text", "image", "tool_reference"})
 """Parts that vLLM reads; it leaves out others without a word."""
+_NOT_TEXT = (
+    *("image", "image_url", "image_embeds", "image_pil", "input_image", "document", "file", "input_file"),
+    *("audio_url", "audio_embeds", "input_audio", "video_url", "video_embeds", "prompt_embeds"),
+)
+"""Types of parts of a message that are no text."""
+_NOT_HERE = ("use_beam_search", "return_prompt_text", "return_token_offsets")
+"""Options that vLLM's classes accept and the dispatcher's replies lack."""
 TOOLS_OF_AGENTS = frozenset({"function", "custom", "namespace"})
 """Tool types of the Responses API that the caller runs. The server runs all others."""
 MAX_PARTS = 16384
@@ -184,6 +191,7 @@ async def _serving(services: Services) -> tuple[Serving, Any]:
 def _parse(model: type[BaseModel], body: JsonObject, request: Request, services: Services) -> Any:
     """Parse the body. Raises BadRequest and names fields that the API does not define or that are not implemented."""
     route = f"{request.method} {request.url.path}"
+    _refuse_images(route, body)
     _require_bounded(route, body, services)
     try:
         body = cast(JsonObject, without_repetition(body))
@@ -193,8 +201,9 @@ def _parse(model: type[BaseModel], body: JsonObject, request: Request, services:
         raise bad_request(route, error) from error
     except Exception as error:  # vLLM's validators raise their own errors
         raise _as_ours(error) from error
-    if getattr(parsed, "use_beam_search", False):  # beam search needs the engine in this process
-        raise BadRequest(f"{route}: use_beam_search is not implemented: leave it out")
+    for name in _NOT_HERE:
+        if getattr(parsed, name, False):
+            raise BadRequest(f"{route}: {name} is not implemented: leave it out")
     if getattr(parsed, "length_penalty", None) not in (None, 1.0):
         raise BadRequest(f"{route}: length_penalty is of beam search, which is not implemented: leave it out")
     for name in _LENGTHS:
@@ -277,6 +286,21 @@ def _refuse_unknown_choice_of_tools(choice: object) -> None:
         )
 
 
+def _refuse_images(route: str, body: JsonObject) -> None:
+    """Raise BadRequest for parts that are no text. ``_require_bounded`` would count their data as text."""
+    messages = body.get("messages", body.get("input"))
+    unread: list[object] = [*messages] if isinstance(messages, list) else []
+    while unread:
+        for part in _blocks_of(unread.pop()):
+            if (kind := part.get("type")) in _NOT_TEXT:
+                raise BadRequest(
+                    f"{route}: {kind}: images, audio and files are not implemented; send text",
+                    {"not_implemented": [kind]},
+                )
+            if kind == "tool_result":
+                unread.append(part)
+
+
 def _require_bounded(route: str, body: JsonObject, services: Services) -> None:
     """Raise ContextTooLong for a body larger than any context, and BadRequest for an item of too many names.
 
@@ -354,7 +378,8 @@ add_routes(router, _named_in_header, _ERRORS)
 
 
 async def _begin(exchange: Exchange, body: JsonObject, request: Request, services: Services, serving: Serving) -> None:
-    """Store the options that bypass vLLM's classes in ``exchange``. Raises BadRequest for an invalid value."""
+    """Store the options that bypass vLLM's classes in ``exchange``. Raises BadRequest for an invalid value, and
+    InvalidRequest for another session than the header's or the URL's."""
     route = f"{request.method} {request.url.path}"
     if len(request.headers.get("X-Request-Id", "")) > _MAX_REQUEST_ID:
         raise BadRequest(f"{route}: X-Request-Id has more than {_MAX_REQUEST_ID} characters: shorten it")
@@ -366,14 +391,7 @@ async def _begin(exchange: Exchange, body: JsonObject, request: Request, service
     if given.routed_experts_prompt_start is not None and services.returns_experts:
         raise BadRequest(f"{route}: routed_experts_prompt_start: replies of chats have no routed experts; leave it out")
     exchange.stop = given.stops
-    exchange.options = RolloutOptions(
-        session_id=exchange.options.session_id,
-        min_weight_version=given.min_weight_version,
-        weight_version=given.weight_version,
-        on_abort=given.on_abort,
-        adapter=given.adapter,
-        min_adapter_version=given.min_adapter_version,
-    )
+    exchange.options = given.options(exchange.options.session_id)
     if (adapter := await _adapter_as_model(body, services, serving, given.adapter)) is not None:
         exchange.options = exchange.options.model_copy(update={"adapter": adapter})
     current.set(exchange)
@@ -422,7 +440,7 @@ def _refuse_of_anthropics(body: JsonObject) -> None:
 
 def _blocks_of(message: object) -> list[JsonObject]:
     """Return the content blocks of a message, or of a tool's result."""
-    content = message.get("content") if isinstance(message, dict) else None
+    content = message.get("content", message.get("output")) if isinstance(message, dict) else None
     return [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
 
 

@@ -1,11 +1,13 @@
 """Adapters in requests: their names in either field, and what the gateway knows of them."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rollout_service.errors import InvalidRequest, NotFound, NotReady
+from rollout_service.gateway import dependencies
 from rollout_service.gateway.completions import CompletionRequest, completions
 from rollout_service.gateway.dependencies import KnownAdapters, Services
 from rollout_service.gateway.generate import generate
@@ -23,8 +25,12 @@ class Ingest:
 
     def __init__(self, *committed: tuple[str, int]) -> None:
         self.committed, self.is_away = list(committed), False
+        self.is_silent, self.asked = False, 0
 
     async def adapters(self) -> list[AdapterStatus]:
+        self.asked += 1
+        if self.is_silent:
+            await asyncio.Event().wait()
         if self.is_away:
             raise NotReady("the ingest is being replaced")
         fixed: dict[str, Any] = {"digest": "d", "base_version": 0, "base_digest": "b", "rank": 4, "nbytes": 1}
@@ -86,6 +92,19 @@ async def test_known_adapters_outlive_the_ingest(adapted, ingest, engine):
     ingest.is_away = True
     await generate(GenerateRequest(token_ids=(5, 6), adapter="a"), adapted)
     assert engine.calls[-1].adapter == WantedAdapter(name="a")
+
+
+async def test_requests_wait_once_for_an_ingest_that_never_answers(adapted, ingest, engine, monkeypatch):
+    monkeypatch.setattr(dependencies, "INGEST_ANSWERS_S", 0.01)
+    monkeypatch.setattr(KnownAdapters, "MAX_AGE_S", 0.0)
+    await generate(GenerateRequest(token_ids=(5, 6), adapter="a"), adapted)
+    ingest.is_silent, ingest.asked = True, 0
+    request = GenerateRequest(token_ids=(5, 6), adapter="a")
+    *_, listed = await asyncio.gather(*[generate(request, adapted) for _ in range(3)], models(adapted))
+    assert len(engine.calls) == 4 and [card["id"] for card in listed["data"]] == ["tiny", "a", "b"]
+    assert ingest.asked == 1
+    with pytest.raises(NotReady, match=r"adapter 'c' is not known here: the ingest has not answered .*: send it again"):
+        await generate(GenerateRequest(token_ids=(5, 6), adapter="c"), adapted)
 
 
 @pytest.mark.parametrize(

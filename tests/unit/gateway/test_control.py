@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from rollout_service.errors import NotReady
-from rollout_service.gateway import control
+from rollout_service.gateway import dependencies
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import FailedStart, FailedStarts, Fleet, PauseMode, ReplicaStatus, SleepTag
 from tests.unit.gateway.fakes import http_to
@@ -81,7 +81,7 @@ async def test_nobody_waits_for_an_ingest_that_never_answers(services, monkeypat
             await asyncio.Event().wait()
             raise AssertionError
 
-    monkeypatch.setattr(control, "INGEST_ANSWERS_S", 0.01)
+    monkeypatch.setattr(dependencies, "INGEST_ANSWERS_S", 0.01)
     status, body = await health(services, Silent(), lambda: {"ingest": "the disk is full"}, path)
     assert (status, body["error"]["detail"]) == (503, {"not_running": {"ingest": "the disk is full"}})
 

@@ -99,6 +99,8 @@ class TestRefusals:
         [
             ("beams", 3, "beams"),
             ("use_beam_search", True, "use_beam_search"),
+            ("return_prompt_text", True, "return_prompt_text is not implemented"),
+            ("return_token_offsets", True, "return_token_offsets is not implemented"),
             ("bad_words", ["x"], "bad_words"),
             ("vllm_xargs", {"x": 1}, "vllm_xargs"),
             ("min_weight_version", -1, "min_weight_version"),
@@ -465,6 +467,9 @@ class TestNames:
         assert reply.status_code in (400, 422) and not scripted.calls, reply.text
 
 
+IMAGE = "data:image/png;base64," + "A" * BYTES_PER_TOKEN * 512
+
+
 class TestSize:
     """vLLM validates and renders on the event loop: what no context can hold does not get there."""
 
@@ -480,6 +485,31 @@ class TestSize:
         for asked in (text, messages, parts):
             reply = await chat_http.post(path, json={"model": "tiny", "max_tokens": 9, field: asked})
             assert reply.status_code == 400 and reply.json()["error"]["type"] == "ContextTooLong", reply.text
+
+    @pytest.mark.parametrize(
+        ("path", "message"),
+        [
+            ("chat/completions", {"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}),
+            ("responses", {"role": "user", "content": [{"type": "input_image", "image_url": IMAGE}]}),
+            (
+                "responses",
+                {"type": "function_call_output", "call_id": "t", "output": [{"type": "input_file", "data": IMAGE}]},
+            ),
+            ("messages", {"role": "user", "content": [{"type": "document", "source": {"data": IMAGE}}]}),
+            ("messages", tool_result({"type": "image", "source": {"data": IMAGE}})[0]),
+        ],
+    )
+    async def test_an_image_is_no_text_that_is_too_long(self, chat_http, path, message):
+        field = "input" if path == "responses" else "messages"
+        error = (await chat_http.post(f"/v1/{path}", json=asked_of(path) | {field: [message]})).json()["error"]
+        assert error["type"] == "BadRequest" and "images, audio and files are not implemented" in error["message"]
+
+    async def test_what_a_tool_is_called_with_is_no_image(self, chat_http):
+        page = {"content": [{"type": "image", "src": "a.png"}]}
+        call = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "add", "input": page}]}
+        body = asked_of("messages", tools=True, messages=[*HELLO, call, *tool_result({"type": "text", "text": "ok"})])
+        reply = await chat_http.post("/v1/messages", json=body)
+        assert reply.status_code == 200, reply.text
 
     async def test_an_item_of_many_names_is_not_read(self, chat_http, monkeypatch):
         monkeypatch.setattr(routes, "fail_fast_validator", _unread)

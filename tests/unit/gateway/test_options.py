@@ -1,5 +1,6 @@
 """Session, priority and what to do with aborted completions, on both data routes."""
 
+import asyncio
 from dataclasses import replace
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import TooEarly
 from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.gateway import dependencies
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.rollout import Rollout
@@ -60,6 +62,29 @@ async def test_a_version_is_asked_for_by_number_or_label(services, engine, path,
     reply = await post(services, path, min_weight_version=asked)
     assert reply.status_code == (404 if version is None else 200)
     assert [call.min_weight_version for call in engine.calls] == ([] if version is None else [version])
+
+
+async def test_nobody_waits_for_the_number_of_a_label(services, monkeypatch):
+    class Silent:
+        async def version_of(self, label: str) -> int:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    monkeypatch.setattr(dependencies, "INGEST_ANSWERS_S", 0.01)
+    reply = await post(replace(services, ingest=Silent()), "/v1/completions", min_weight_version="step-9")
+    assert reply.status_code == 503 and "the ingest has not answered" in reply.text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/sessions/s/v1/chat/completions", "/v1/responses"])
+async def test_a_chat_has_one_session(chatting, scripted, path):
+    headers = {} if "sessions" in path else {"X-Session-Id": "s"}
+    body = {"input": "hi"} if "responses" in path else EVERY_ROUTE["/v1/chat/completions"]
+    async with http_to(chatting) as http:
+        await http.post("/v1/sessions", json={"session_id": "s"})
+        reply = await http.post(path, json={**body, "session_id": "t"}, headers=headers)
+        assert reply.status_code == 422 and "differ: send one" in reply.text and not scripted.calls
+        assert (await http.post(path, json={**body, "session_id": "s"}, headers=headers)).status_code == 200
+    assert [call.session_id for call in scripted.calls] == ["s"]
 
 
 EVERY_ROUTE = {

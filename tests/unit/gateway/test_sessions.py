@@ -16,6 +16,7 @@ from rollout_service.errors import NotFound, Overloaded, VersionConflict
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.openai.exchange import SessionTurn
+from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.openai.sessions import read_session
 from rollout_service.model.tiny import BOS, EOS, VOCABULARY
 from rollout_service.protocol.rollout import Completion, Rollout
@@ -24,7 +25,7 @@ from rollout_service.protocol.sessions import OpenSession, Session, Turn
 from rollout_service.sessions.store import SessionStore
 from tests.support.clock import Clock
 from tests.unit.client.service import Service, serving_in_a_thread
-from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ids
+from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, config_of, ids
 from tests.unit.gateway.fakes import http_to
 from tests.unit.sessions.test_store import turn as turn_of
 
@@ -235,6 +236,48 @@ async def test_a_turn_may_take_longer_than_its_session_lives(chatting, scripted,
         assert (await http.post(path, json=body)).status_code == 404
 
 
+async def test_vllms_own_chats_are_in_no_session(chatting, model):
+    """vLLM renders some at a gateway's first request without thinking, to find out what the chat template knows."""
+    clock = Clock()
+    sessions = SessionStore(clock.monotonic)
+    await sessions.open(OpenSession(session_id="s", ttl_s=10.0))
+    for messages in (HELLO, [*HELLO, {"role": "assistant", "content": "hello"}, MORE]):
+        gateway = replace(chatting, sessions=sessions, chats=LazyServing(config_of(model)))
+        body = {"model": "tiny", "max_tokens": 9, "messages": messages, "thinking": {"type": "disabled"}}
+        async with http_to(gateway) as http:
+            reply = await http.post("/v1/sessions/s/v1/messages", json=body)
+        assert reply.status_code == 200 and "X-Session-Branch" not in reply.headers, reply.text
+    clock.go_on(11.0)
+    with pytest.raises(NotFound):
+        await sessions.num_turns("s")
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+async def test_a_stream_tells_that_its_turn_was_not_kept(chatting, chat_http, session, scripted, monkeypatch, path):
+    generate = scripted.generate
+
+    async def delete(call: GenerateCall) -> Rollout:
+        await chatting.sessions.close(session["session_id"])
+        return await generate(call)
+
+    monkeypatch.setattr(scripted, "generate", delete)
+    asked = {"input": "hi"} if path == "responses" else {"messages": HELLO, "max_tokens": 9}
+    body = {"model": "tiny", "stream": True, **asked}
+    reply = await chat_http.post(f"{session['anthropic_path']}/v1/{path}", json=body)
+    assert reply.status_code == 200 and reply.text.count('"error": {"type": "NotFound"') == 1, reply.text
+    assert path != "chat/completions" or reply.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_has_the_reasoning_of_its_reply(chatting, model, scripted, stream):
+    scripted.text = "why</think>so"
+    async with http_to(replace(chatting, chats=LazyServing(config_of(model, reasoning_parser="qwen3")))) as http:
+        await http.post("/v1/sessions", json={"session_id": "s"})
+        await http.post("/v1/sessions/s/v1/chat/completions", json={"messages": HELLO, "stream": stream})
+        [turn] = (await http.get("/v1/sessions/s")).json()["turns"]
+    assert turn["message"] == {"role": "assistant", "reasoning": "why", "content": "so"}
+
+
 async def test_choices_are_recorded_with_one_prompt_object():
     made: list[Turn] = []
 
@@ -310,6 +353,11 @@ async def test_reading_a_session_does_not_hold_its_reply(services):
     finally:
         tracemalloc.stop()
     assert peak < size / 2
+
+
+async def test_a_session_has_a_name_that_stays_in_a_url(chat_http):
+    for name, status in (("..", 422), ("a/b", 422), (".a", 200)):
+        assert (await chat_http.post("/v1/sessions", json={"session_id": name})).status_code == status
 
 
 async def test_a_session_ends_when_it_is_deleted(chat_http, session):

@@ -267,6 +267,30 @@ async def test_full_gateway_forgets_results_and_refuses_more(monkeypatch):
         await asyncio.sleep(0)
 
 
+async def test_results_that_are_large_together_are_forgotten_in_the_order_of_their_ends(monkeypatch):
+    monkeypatch.setattr(tinker_samples, "MAX_BYTES", 10)
+    samples, goes_on = Samples(), asyncio.Event()
+
+    async def make(result: bytes, waits: bool = False) -> bytes:
+        if waits:
+            await goes_on.wait()
+        return result
+
+    samples.start("slow", lambda: make(b"123456", waits=True))
+    samples.start("fast", lambda: make(b"12345"))
+    assert await samples.result("fast") == await samples.result("fast") == b"12345"
+    goes_on.set()
+    assert await samples.result("slow") == await samples.result("slow") == b"123456"
+    with pytest.raises(SampleGone):
+        await samples.result("fast")
+    samples.start("huge", lambda: make(b"12345678901"))
+    assert await samples.result("huge") == b"12345678901"  # polled for while it was made
+    with pytest.raises(SampleGone):
+        await samples.result("huge")
+    samples.start("next", lambda: make(b"1234567890"))
+    assert await samples.result("next") == await samples.result("next") == b"1234567890"
+
+
 @pytest.mark.parametrize(
     ("field", "most"),
     [
