@@ -221,16 +221,7 @@ class AdapterIngest:
 
     def _begin(self, name: str, begin: BeginAdapter) -> AdapterUpload:
         self._require_room(name)
-        rank = check_config(begin.config, self._limits.max_rank)
-        # each module has at most two matrices in fp32; the header takes at most 512 bytes for each
-        widths = self._model.linears.values()
-        limit = sum(4 * rank * sum(width) + 1024 for width in widths)
-        if begin.nbytes > limit:
-            raise InvalidManifest(
-                f"adapter {name} has {begin.nbytes} bytes, and rank {rank} in all linear layers takes {limit}: send "
-                "nothing but lora_A and lora_B",
-                {"nbytes": begin.nbytes, "limit_bytes": limit},
-            )
+        self._check_size(name, begin.config, begin.nbytes)
         config = json.dumps(begin.config, indent=1, sort_keys=True).encode()
         digest = adapter_digest(config, begin.digest)
         if (newest := self.newest(name)) is not None and newest.digest == digest:
@@ -248,6 +239,18 @@ class AdapterIngest:
             (upload.folder / begin.nonce).touch()
         return AdapterUpload(digest=digest, missing=upload.missing, folder=str(upload.folder))
 
+    def _check_size(self, name: str, config: Mapping[str, object], nbytes: int) -> None:
+        """Check PEFT's configuration, and the size of the tensors' file. Raises InvalidManifest."""
+        rank = check_config(config, self._limits.max_rank)
+        # each module has at most two matrices in fp32; the header takes at most 512 bytes for each
+        limit = sum(4 * rank * sum(widths) + 1024 for widths in self._model.linears.values())
+        if nbytes > limit:
+            raise InvalidManifest(
+                f"adapter {name} has {nbytes} bytes, and rank {rank} in all linear layers takes {limit}: send "
+                "nothing but lora_A and lora_B",
+                {"nbytes": nbytes, "limit_bytes": limit},
+            )
+
     def _check_and_take_in(self, name: str, request: CommitAdapter, head: Head) -> AdapterVersion:
         """Check an upload, a folder, or the files of an older version completely, and commit it. Blocks.
 
@@ -255,25 +258,30 @@ class AdapterIngest:
         InsufficientStorage, LogCorrupt, OSError.
         """
         self._require_room(name)
-        if request.path is not None:
-            staged = self._copy(name, self._files(request.path))
-            found = digest_of(staged)
-        elif request.rollback_to is not None:
-            older = self._kept_version(name, request.rollback_to)
-            self._store.verify(older)
-            folder = self._store.folder(older)
-            staged, found = self._copy(name, {file: folder / file for file in ADAPTER_FILES}), older.digest
-        else:
-            found = request.digest or ""
-            if (upload := self._uploads.get((name, found))) is None:
-                raise _no_upload(name, found)
-            upload.require_complete()
-            staged = upload.folder
-        rank = check_config(read_config(staged), self._limits.max_rank)
-        check_tensors(staged / TENSORS_FILE, rank, self._model)
+        copy = self._store.staging("folder")
         try:
+            if request.path is not None:
+                files = self._files(request.path)
+                self._check_size(name, read_config(files[CONFIG_FILE]), files[TENSORS_FILE].stat().st_size)
+                staged = self._copy(name, files, copy)
+                found = digest_of(staged)
+            elif request.rollback_to is not None:
+                older = self._kept_version(name, request.rollback_to)
+                self._store.verify(older)
+                folder = self._store.folder(older)
+                staged = self._copy(name, {file: folder / file for file in ADAPTER_FILES}, copy)
+                found = older.digest
+            else:
+                found = request.digest or ""
+                if (upload := self._uploads.get((name, found))) is None:
+                    raise _no_upload(name, found)
+                upload.require_complete()
+                staged = upload.folder
+            rank = check_config(read_config(staged / CONFIG_FILE), self._limits.max_rank)
+            check_tensors(staged / TENSORS_FILE, rank, self._model)
             return self._take_in(name, request, staged, found, rank, head)
         finally:
+            shutil.rmtree(copy, ignore_errors=True)
             self._forget_removed()
 
     def _take_in(
@@ -355,13 +363,12 @@ class AdapterIngest:
                 raise NotFound(f"{path} has no {file} that the ingest can see: save it with PEFT's save_pretrained")
         return files
 
-    def _copy(self, name: str, files: Mapping[str, Path]) -> Path:
-        staged = self._store.staging("folder")
-        _make_folder(staged)
+    def _copy(self, name: str, files: Mapping[str, Path], folder: Path) -> Path:
+        _make_folder(folder)
         for file, source in files.items():
             with self._needing(f"adapter {name}", source.stat().st_size):
-                shutil.copyfile(source, staged / file)
-        return staged
+                shutil.copyfile(source, folder / file)
+        return folder
 
     @contextmanager
     def _needing(self, what: str, nbytes: int) -> Iterator[None]:
@@ -426,9 +433,8 @@ def _no_upload(name: str, digest: str) -> NotFound:
     return NotFound(f"adapter {name} has no upload {digest}: POST /v1/adapters/{name} again, and send its parts")
 
 
-def read_config(folder: Path) -> dict[str, object]:
-    """Read PEFT's configuration. Raises InvalidManifest."""
-    path = folder / CONFIG_FILE
+def read_config(path: Path) -> dict[str, object]:
+    """Read PEFT's configuration. Raises InvalidManifest, OSError."""
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError(f"it has more than {_MAX_CONFIG_BYTES} bytes")

@@ -126,8 +126,9 @@ class Conversion:
 
     async def forget(self, keys: Collection[int]) -> None:
         """Wait until the buckets of these keys are no longer read, and forget their failures: they are begun again."""
-        tasks = [task for key in keys for task in self._tasks.pop(key, ())]
-        await asyncio.gather(*(asyncio.wrap_future(task) for task in tasks if not task.cancel()))
+        for key in keys:  # those that run stay known to ``stop``
+            self._tasks[key] = [task for task in self._tasks[key] if not task.cancel()]
+        await asyncio.gather(*(asyncio.wrap_future(task) for key in keys for task in self._tasks[key]))
         with self._noting:
             for key in keys:
                 self._failed.pop(key, None)

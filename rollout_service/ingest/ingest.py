@@ -5,11 +5,10 @@ Its state is the log and the reports of replicas; after a restart it has both ag
 
 import asyncio
 import logging
-import math
 import re
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from functools import cached_property, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -57,7 +56,6 @@ from rollout_service.protocol.upload import (
     UploadTensor,
 )
 from rollout_service.protocol.weight_log import Head, LogFile, Newest
-from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
 from rollout_service.protocol.weights import ServiceState, TensorDigests, WeightStatus
 from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, RepeatedTask, ShieldedTasks
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree
@@ -315,12 +313,10 @@ class Ingest:
         """Return the tensors that a trainer may send and that are not stored."""
         return self._model.ignored
 
-    @cached_property
+    @property
     def largest_tensor_bytes(self) -> int:
-        """Return the size in bytes of the served model's largest tensor, in the largest dtype. Larger tensors are
-        refused."""
-        shapes = (*self._model.shapes.values(), *self._model.in_memory.values())
-        return max(map(math.prod, shapes)) * max(WIRE_DTYPE_BYTES.values())
+        """Return the size in bytes of the served model's largest tensor, in the largest dtype."""
+        return self._model.largest_tensor_bytes
 
     async def commit_broadcast(self, staged: UploadSession, label: str | None) -> WeightStatus:
         """Commit a complete broadcast, and wait until every live replica serves it.
@@ -371,14 +367,21 @@ class Ingest:
         Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout; LogCorrupt if replicas
         follow another log, or this one was replaced.
         """
-        await self._shielded.run(self._commit(version, request, meant))
+        committed = await self._shielded.run(self._commit(version, request, meant))
         await self._waited(version, request)
         await self.pulls.released()
-        return await self.status(version)
+        return await self._now(committed, request)
 
     async def _waited(self, version: int, request: HowToLoad) -> None:
         if request.wait == "all":
             await self.wait_live(version, request.timeout_s)
+
+    async def _now(self, committed: WeightStatus, request: HowToLoad) -> WeightStatus:
+        """Return the present status of a version; what is known of it if newer ones have taken its place meanwhile."""
+        try:
+            return await self.status(committed.version)
+        except NotFound:
+            return committed.model_copy(update={"state": "live"}) if request.wait == "all" else committed
 
     async def roll_back(self, request: RollBack) -> WeightStatus:
         """Make a kept version the newest again, under a new number. If the newest version already has these weights, it
@@ -387,9 +390,9 @@ class Ingest:
         Raises NotFound, with the kept versions, for one that is not on disk; LogCorrupt, InsufficientStorage,
         RolloutServiceError or CommitTimeout.
         """
-        version = await self._shielded.run(self._roll_back(request))
-        await self._waited(version, request)
-        return await self.status(version)
+        committed = await self._shielded.run(self._roll_back(request))
+        await self._waited(committed.version, request)
+        return await self._now(committed, request)
 
     async def version_of(self, label: str) -> int:
         """Return the newest version that has a label. Raises NotFound, with the newest labels."""
@@ -509,13 +512,13 @@ class Ingest:
         return found
 
     @counted_commit
-    async def _commit(self, version: int, request: CommitUpload, meant: UploadSession | None = None) -> None:
+    async def _commit(self, version: int, request: CommitUpload, meant: UploadSession | None = None) -> WeightStatus:
         async with self._writing:
             self._fleet.require_followed()
             if version in self._log.versions() and (meant is None or meant.in_log):
                 if (record := await self._uploads.committed(version)) is not None:
                     record.require_meant(request.upload_digest)
-                return
+                return await self._summary(version)
             self._uploads.numbers.require_newer(version)
             staged = self._uploads.staged(version)
             if meant is not None:
@@ -530,25 +533,26 @@ class Ingest:
             )
             manifest = self._kv_scales.with_scales(bare, staged.begin.kv_scales)
             record = staged.complete_record().model_copy(update={"timings": staged.timings})
-            await self._append(manifest, record, request.mode)
+            committed = await self._append(manifest, record, request.mode)
             count_received(staged.begin.transport, staged.received_bytes, manifest.total_bytes, staged.timings)
             await self._uploads.committed_now(version)
             await self._remove_old()
         if isinstance(source := staged.begin.source, PathSource):  # while replicas load the version
             self.pulls.begin_settling(source.path)
+        return committed
 
     @counted_commit
-    async def _roll_back(self, request: RollBack) -> int:
-        """Return the version that now has these weights."""
+    async def _roll_back(self, request: RollBack) -> WeightStatus:
+        """Return the summary of the version that now has these weights."""
         async with self._writing:
             self._fleet.require_followed()
-            to, newest = self._labels.number_of(request.to), self._log.versions()[-1]
+            to, newest = self._labels.number_of(request.to), await self._summary(self._log.versions()[-1])
             # the call may be repeated after a lost answer, when the older version was already removed
-            if newest == to or (await self._summary(newest)).rollback_of == to:
+            if to in (newest.version, newest.rollback_of):
                 return newest
             require_kept(self._log.versions(), to, self._labels)
             source = await asyncio.to_thread(self._log.manifest, to)
-            if source.digest == (await self._summary(newest)).digest:
+            if source.digest == newest.digest:
                 return newest
             record = await self._uploads.committed(to)
             number = self._uploads.numbers.first_free(self._uploads.staged_versions)
@@ -560,16 +564,16 @@ class Ingest:
             if record is not None:
                 record = record.model_copy(update={"begin": record.begin.numbered(version)})
             try:
-                await self._append(manifest, record, request.mode)
+                committed = await self._append(manifest, record, request.mode)
             except RolloutServiceError:
                 await asyncio.to_thread(remove_tree, self._log.staging(version))
                 raise
             logger.info("version %d is version %d again", version, to)
             await self._uploads.overtaken_by(version)
             await self._remove_old()
-            return version
+            return committed
 
-    async def _append(self, manifest: Manifest, record: UploadRecord | None, mode: PauseMode) -> None:
+    async def _append(self, manifest: Manifest, record: UploadRecord | None, mode: PauseMode) -> WeightStatus:
         self._adapters.require_none()
         try:
             head = await asyncio.to_thread(self._log.commit, manifest, mode, record)
@@ -582,7 +586,7 @@ class Ingest:
             ) from error
         await asyncio.to_thread(self._labels.note, manifest.version, manifest.label)
         self._kv_scales.committed(manifest)
-        self._summaries[head.version] = summary_of(manifest, head.digest, record)
+        summary = self._summaries[head.version] = summary_of(manifest, head.digest, record)
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,
@@ -592,6 +596,7 @@ class Ingest:
         if self.publisher is not None:
             self.publisher.committed()
         await self._changes.notify()
+        return summary
 
     async def _remove_old(self) -> None:
         """Drop the versions that no replica and no staged delta needs."""

@@ -143,4 +143,4 @@ def _difference(known: BeginUpload, begin: BeginUpload) -> str:
         return "other KV scales"
     if begin.source is None and known.tensors == begin.tensors:
         return "a delta of another base" if known.delta and begin.delta else "tensors where one has a delta"
-    return "another tensor table"
+    return "another tensor table" if known.source == begin.source else "another source"

@@ -15,7 +15,7 @@ import xxhash
 import zstandard
 
 from rollout_service.errors import LogCorrupt, RolloutServiceError, VersionConflict
-from rollout_service.ingest.stores import open_store, published_numbers
+from rollout_service.ingest.stores import all_numbers, open_store, published_numbers
 from rollout_service.ingest.trainer_weights import folder_name
 from rollout_service.model.weight_files import INDEX_FILE
 from rollout_service.runtime.tasks import RepeatedTask
@@ -133,10 +133,10 @@ class Publisher(RepeatedTask):
         return changes is None
 
     def _remove_old(self, files: Any, path: str) -> None:
-        """Remove versions that no follower needs: those before the last whole version but one."""
+        """Remove versions that no follower needs, also unfinished ones: those before the last whole version but one."""
         if len(self._wholes) < 2:
             return  # without listing the store
-        for number in published_numbers(files, path):
+        for number in all_numbers(files, path):
             if number < self._wholes[0]:
                 files.rm(f"{path}/{folder_name(str(number))}", recursive=True)
 

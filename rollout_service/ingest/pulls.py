@@ -46,7 +46,7 @@ class Pulls:
         await self.settled()
         try:
             folder = await asyncio.to_thread(self.weights.published, request.store, request.target_version)
-            version = await self._pull(folder, request)
+            status = await self._pull(folder, request)
         except InvalidRequest:
             await asyncio.to_thread(self.weights.forget, request.store)
             raise
@@ -54,20 +54,19 @@ class Pulls:
         await self.released()
         if request.local_checkpoint_dir is not None:
             await self.settled()  # the push that serves the version would wait for it, with rollouts paused
-        return await self._ingest.status(version)
+        return status
 
-    async def _pull(self, folder: Path, request: PullWeights) -> int:
+    async def _pull(self, folder: Path, request: PullWeights) -> WeightStatus:
         label = folder.name if is_label(folder.name) else None
         plan = await self._ingest.begin_folder(folder, request.target_version, label, pulled=True)
         if request.local_checkpoint_dir is None:
             how = CommitUpload(
                 mode=request.mode, wait=request.wait, timeout_s=request.timeout_s, upload_digest=plan.upload_digest
             )
-            await self._ingest.commit(plan.version, how)
-        else:
-            await self._ingest.verify(plan.version)
-            await asyncio.to_thread(self.weights.name_as, Path(request.local_checkpoint_dir), folder)
-        return plan.version
+            return await self._ingest.commit(plan.version, how)
+        await self._ingest.verify(plan.version)
+        await asyncio.to_thread(self.weights.name_as, Path(request.local_checkpoint_dir), folder)
+        return await self._ingest.status(plan.version)
 
     def watch(self, store: str, poll_s: float) -> RepeatedTask:
         """Return a task that serves the newest version of a store, looking for one every ``poll_s`` seconds."""

@@ -108,10 +108,14 @@ class Stores:
 
 def published_numbers(files: Any, path: str) -> Iterator[int]:
     """Yield the numbers of visible versions in a store, largest first; see ``open_store``."""
-    names = [name.rstrip("/").rpartition("/")[2] for name in files.ls(path, detail=False)]
-    for number in sorted(_numbers(names), reverse=True):
+    for number in sorted(all_numbers(files, path), reverse=True):
         if files.exists(f"{path}/weight_v{number:06d}/{INDEX_FILE}"):
             yield number
+
+
+def all_numbers(files: Any, path: str) -> Iterator[int]:
+    """Yield the numbers of all versions in a store, also of those that were not written completely."""
+    return _numbers([name.rstrip("/").rpartition("/")[2] for name in files.ls(path, detail=False)])
 
 
 def _numbers(names: list[str]) -> Iterator[int]:

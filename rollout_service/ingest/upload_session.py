@@ -167,7 +167,9 @@ class UploadSession:
         part_bytes = self.begin.nbytes if self.begin.delta is None else 0
         file, writer = None, None
         try:
-            file = space.open(parts / STAGED_FILE, max((slot.end for slot in self.record.slots), default=0))
+            # without a delta, room is found before a slot is made for each part: a huge upload would have millions
+            staged_bytes = part_bytes or max((slot.end for slot in self.record.slots), default=0)
+            file = space.open(parts / STAGED_FILE, staged_bytes)
             part_bytes = max(0, part_bytes - file.allocated_bytes)
             space.make_room(folder, stored_bytes + part_bytes)
             writer = VersionWriter(folder, self._resources.layout, self._resources.memory)
@@ -389,6 +391,7 @@ class UploadSession:
         self.folder.rename(folder)
         parts_folder(self.folder).rename(parts_folder(folder))
         self.record, self.folder = record, folder
+        self.parts.file.path = parts_folder(folder) / STAGED_FILE
         self._conversion.version = version
 
     def rename(self, **changes: str | None) -> None:

@@ -21,6 +21,7 @@ from rollout_service.errors import (
 from rollout_service.ingest.own_log import VersionNumbers, require_same_upload
 from rollout_service.ingest.resources import Resources
 from rollout_service.ingest.sources.delta import DeltaOfVersion
+from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_delta
 from rollout_service.ingest.sources.folder import allowed_path
 from rollout_service.ingest.sources.shared_memory import GpuMemory, MappedMemory, SharedBatch, TrainerMemory
 from rollout_service.ingest.sources.source import WeightSource
@@ -152,6 +153,10 @@ class Uploads:
         Raises VersionConflict, TableUnknown, InvalidRequest, InvalidManifest, NotFound, and others.
         """
         begin = self._numbered(self.tables.in_full(announced))
+        if isinstance(begin.source, PathSource):
+            # only once: at the commit, a link in it may lead elsewhere
+            folder = await asyncio.to_thread(allowed_path, begin.source.path, self._config.source_roots)
+            begin = begin.model_copy(update={"source": PathSource(path=folder)})
         if isinstance(begin.source, SharedMemorySource):
             # before anything is dropped, so that a refused call has no effect
             await asyncio.to_thread(self._trainer_memory.open, begin.source)
@@ -226,6 +231,7 @@ class Uploads:
                 if staged.failure is None and staged.record.source_stamp == source.stamp:
                     staged.touched_at = time.monotonic()
                     return self._plan_of(staged.record, staged)
+                await asyncio.to_thread(self._model.check_table, source.table, self._plan)
                 await self.discard(version)
         newest = self.numbers.newest
         known = await self.committed_if_readable(newest)
@@ -284,23 +290,30 @@ class Uploads:
     async def stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         """Lay out a version that expects parts, or convert the tensors of ``source``. Replaces another upload.
 
-        Raises InvalidManifest, InsufficientStorage, RolloutServiceError, or LogUnreadable for an error of ``PASSING``:
-        the parts that an earlier process received stay then.
+        Raises InvalidManifest or DeltaBaseGone, and then replaces nothing; InsufficientStorage, RolloutServiceError, or
+        LogUnreadable for an error of ``PASSING``: the parts that an earlier process received stay then.
         """
-        before = self._staged.pop(begin.version, None)
-        if before is not None:
-            await before.discard()
+        delta = await asyncio.to_thread(self._checked, begin, source)
         try:
-            self._staged[begin.version] = await asyncio.to_thread(self._built, begin, source)
-        except OSError as error:
+            if (before := self._staged.pop(begin.version, None)) is not None:
+                await before.discard()
+            folder = self._log.staging(begin.version)
+            staged = await asyncio.to_thread(UploadSession, begin, folder, self.resources, source, delta)
+        except BaseException as error:
+            if delta is not None:
+                delta.close()
+            if not isinstance(error, OSError):
+                raise
             what = f"version {begin.version} cannot be staged in {uploads_folder(self._log.root)}: {error}"
             if error.errno in PASSING:
                 raise LogUnreadable(f"{what}; send the call again") from error
             raise RolloutServiceError(what) from error
+        self._staged[begin.version] = staged
         self._dropped.pop(begin.version, None)
-        return self._staged[begin.version]
+        return staged
 
-    def _built(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
+    def _checked(self, begin: BeginUpload, source: WeightSource | None) -> DeltaOfVersion | None:
+        """Compare the announced tensors with the model, and those of a delta with its base, which is opened."""
         table = begin.announced_tensors if source is None else source.table
         if source is not None:
             self._model.check_table(table, self._plan)
@@ -309,16 +322,11 @@ class Uploads:
             if left_out := self._model.ignored.summary(tensor.name for tensor in table):
                 logger.info("version %d: %s", begin.version, left_out)
             self.tables.keep(table)
-        memory, delta = self.resources.memory, None
-        if begin.delta is not None:
-            mapped = None if memory is None else memory.mapped
-            delta = DeltaOfVersion(self._log, begin, self._recipe, self.resources.converter, mapped)
-        try:
-            return UploadSession(begin, self._log.staging(begin.version), self.resources, source, delta)
-        except BaseException:
-            if delta is not None:
-                delta.close()
-            raise
+        if begin.delta is None:
+            return None
+        memory = self.resources.memory
+        mapped = None if memory is None else memory.mapped
+        return DeltaOfVersion(self._log, begin, self._recipe, self.resources.converter, mapped)
 
     async def discard(self, version: int) -> None:
         """Drop a staged version. Raises NotFound."""
@@ -450,7 +458,8 @@ class Uploads:
         """Return the present stamp of an announced path; None: of another source."""
         if not isinstance(begin.source, PathSource):
             return None
-        return source_stamp(allowed_path(begin.source.path, self._config.source_roots))
+        folder = begin.source.path
+        return DeltaFolder(folder, self._config.source_roots).stamp if is_delta(folder) else source_stamp(folder)
 
     def _plan_of(self, record: UploadRecord, staged: UploadSession | None = None) -> UploadPlan:
         """Return the reply to ``begin``; ``staged``: None if it is committed."""

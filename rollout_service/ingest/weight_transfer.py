@@ -46,7 +46,7 @@ from rollout_service.errors import (
 from rollout_service.ingest.conversion import Bucket
 from rollout_service.ingest.receiver.receiver import RING_BYTES, Read, Receiver, backend_here
 from rollout_service.ingest.upload_session import UploadSession
-from rollout_service.protocol.ignored import IgnoredTensors
+from rollout_service.protocol.ignored import IGNORED_BYTES, IgnoredTensors
 from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import SourceDtype, UploadTensor
 from rollout_service.protocol.weight_transfer import (
@@ -128,7 +128,7 @@ class Group:
     def __init__(self, init: TransferInit, backend: TransferBackend, largest_tensor_bytes: int) -> None:
         """Start to join the group. Raises OSError if the process cannot be started."""
         self.init, self.used = init, False
-        self.receiver = Receiver(max(RING_BYTES, aligned(largest_tensor_bytes)))
+        self.receiver = Receiver(max(RING_BYTES, IGNORED_BYTES, aligned(largest_tensor_bytes)))
         self.joining = _task(self.receiver.join(init, backend))
         self.last: Reception | None = None
         self.finished_tables: Sequence[TensorsToCome] = ()
@@ -260,15 +260,15 @@ class WeightTransfer:
             (announced,) = announced
         try:
             tensors: TensorsToCome = fail_fast_validator(TensorsToCome).validate_python(announced)
-            ignored = self._versions.ignored  # those that fit into the receiver's memory may have any size
+            ignored, limit = self._versions.ignored, self._versions.largest_tensor_bytes
             named = zip(tensors.names, tensors.sizes, strict=True)
-            largest = max((size for name, size in named if size > RING_BYTES or name not in ignored), default=0)
-            if largest <= self._versions.largest_tensor_bytes:
+            largest = max((size for name, size in named if not ignored.may_have(name, size, limit)), default=0)
+            if not largest:
                 return tensors
             refused: RolloutServiceError = InvalidRequest(
                 f"POST /update_weights announces a tensor of {largest} bytes, and none of the served model's has more "
-                f"than {self._versions.largest_tensor_bytes} in any dtype",
-                {"nbytes": largest, "limit_bytes": self._versions.largest_tensor_bytes},
+                f"than {limit} in any dtype",
+                {"nbytes": largest, "limit_bytes": limit},
             )
         except ValidationError as error:
             refused = validation_error("POST /update_weights: update_info", error.errors())

@@ -37,6 +37,7 @@ from rollout_service.model.quant_plan import QuantPlan, plan
 from rollout_service.protocol.experts import ExpertNaming, Piece, pieces
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.upload import UploadTensor
+from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
 from rollout_service.quant.formats import CODE_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -168,6 +169,11 @@ class ServedModel:
             return self.shapes
         return {name: shape for name, shape in self.shapes.items() if name not in self.layout.not_loaded}
 
+    @cached_property
+    def largest_tensor_bytes(self) -> int:
+        """Size in bytes of the largest tensor, in the largest dtype that may be received."""
+        return max(map(math.prod, (*self.shapes.values(), *self.in_memory.values()))) * max(WIRE_DTYPE_BYTES.values())
+
     @property
     def elements(self) -> int:
         """Return the number of all parameters."""
@@ -262,15 +268,21 @@ class ServedModel:
         """Compare a trainer's tensor table with the model; raises InvalidManifest with every difference.
 
         Experts may be separate or stacked. A weight of ``plan.quantized`` may be unquantized, or codes of ``plan.form``
-        with their scales. Tensors in ``ignored`` may have any dtype and shape.
+        with their scales. Tensors in ``ignored`` may have any dtype and shape, within ``IgnoredTensors.may_have``.
 
         ``whole``: False if ``tensors`` are only some of the tensors; then only names and shapes are checked.
         """
-        wrong = _differences(tuple(tensors), self, plan)
+        tensors = tuple(tensors)
+        wrong = _differences(tensors, self, plan)
         wrong["unknown"] = [name for name in wrong["unknown"] if name not in self.ignored]
         wrong["missing"] = [name for name in wrong["missing"] if not (self.tied and name == self.head)]
         if not whole:  # codes and their scales may be in different tables
             wrong["missing"] = wrong["wrong_dtype"] = []
+        wrong["too_large"] = [
+            f"{tensor.name} has {tensor.nbytes} bytes"
+            for tensor in tensors
+            if not self.ignored.may_have(tensor.name, tensor.nbytes, self.largest_tensor_bytes)
+        ]
         wrong = {what: items for what, items in wrong.items() if items}
         if wrong:
             summary = "; ".join(f"{len(items)} {what}: {', '.join(items[:4])}" for what, items in wrong.items())

@@ -132,14 +132,6 @@ def encode_whole(new: memoryview) -> bytes:
     return bytes([_WHOLE]) + bytes(new)
 
 
-def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
-    """Encode the changes of a whole tensor; empty if nothing changed. Raises ValueError for tensors of different
-    sizes."""
-    if base.nbytes != new.nbytes:
-        raise ValueError(f"a tensor of {base.nbytes} bytes does not become one of {new.nbytes}")
-    return joined([encode_segment(base[part], new[part], itemsize) for part in segments(new.nbytes)])
-
-
 def is_small_and_equal(base: memoryview, new: memoryview) -> bool:
     """Return True if a small tensor is unchanged. Comparing bytes is faster than numpy for these; larger ones return
     False."""
@@ -149,16 +141,6 @@ def is_small_and_equal(base: memoryview, new: memoryview) -> bool:
 def joined(encoded: list[bytes]) -> bytes:
     """Join the encoded segments of a tensor, in order; empty if nothing changed in any."""
     return b"" if all(segment == NOTHING for segment in encoded) else b"".join(encoded)
-
-
-def apply(encoded: memoryview, tensor: memoryview, itemsize: int) -> None:
-    """Replace the old bytes in ``tensor`` by the new ones.
-
-    Raises ValueError, which names the segment, if ``encoded`` is not valid for a tensor of this size. The tensor then
-    holds a mixture of old and new bytes.
-    """
-    for segment in changed_segments(encoded, tensor.nbytes, itemsize):
-        apply_segment(segment, tensor[segment.place], itemsize)
 
 
 def changed_segments(encoded: memoryview, nbytes: int, itemsize: int) -> list[Segment]:
@@ -182,7 +164,7 @@ def apply_segment(segment: Segment, data: memoryview, itemsize: int) -> Array:
     """Replace the old bytes of one segment, in ``data``, by the new ones. Return the new values of the encoded
     elements.
 
-    Raises ValueError like ``apply``.
+    Raises ValueError, which names the segment, if it is not valid for data of this size.
     """
     elements = np.frombuffer(data, UNSIGNED[itemsize])
     if (new := new_bytes(segment)) is not None:
@@ -198,7 +180,8 @@ def inflated(segment: Segment, itemsize: int) -> tuple[int, list[bytes]]:
     """Return the number of changes in a segment and its decoded planes, for callers that join the planes themselves.
 
     Each plane has one byte per change: ``GAP_PLANES`` planes of gaps, then the differences in zigzag order. An empty
-    plane means zeros. Positions are not yet checked against the segment's size. Raises ValueError like ``apply``.
+    plane means zeros. Positions are not yet checked against the segment's size. Raises ValueError like
+    ``apply_segment``.
     """
     with _name_segment(segment.number):
         return _inflate(segment.encoded, itemsize)
@@ -212,7 +195,7 @@ def new_bytes(segment: Segment) -> memoryview | None:
 def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[Array, Array]:
     """Invert ``encode_changes`` for a segment of ``nbytes`` bytes. Differences are unsigned integers.
 
-    Raises ValueError like ``apply``.
+    Raises ValueError like ``apply_segment``.
     """
     size = nbytes // itemsize
     with _name_segment(segment.number):

@@ -7,6 +7,9 @@ from functools import cached_property
 
 from rollout_service.protocol.base import Frozen
 
+IGNORED_BYTES = 512 << 20
+"""Maximum size in bytes of a tensor that is left out, if the served model has no larger one itself."""
+
 
 class IgnoredTensors(Frozen):
     """Names that the served model's class leaves out when it loads, such as those of a next-token layer (MTP)."""
@@ -25,6 +28,10 @@ class IgnoredTensors(Frozen):
         if self._any is None or self._any.search(name) is None or name in self._kept:
             return None
         return next(pattern for pattern in self.patterns if re.search(pattern, name))
+
+    def may_have(self, name: str, nbytes: int, largest_bytes: int) -> bool:
+        """Return True if a tensor may have ``nbytes``. ``largest_bytes``: size of the served model's largest tensor."""
+        return nbytes <= largest_bytes or (nbytes <= IGNORED_BYTES and name in self)
 
     def summary(self, names: Iterable[str]) -> str:
         """Return the number of ``names`` that are left out, by pattern, as a sentence; empty if none is."""

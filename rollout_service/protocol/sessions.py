@@ -10,7 +10,8 @@ from pydantic import Field
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.rollout import FinishReason, Span
 
-SESSION_NAME = r"^[A-Za-z0-9._:-]+$"
+SESSION_NAME = r"^\.*[A-Za-z0-9_:-][A-Za-z0-9._:-]*$"
+"""Not ``..`` alone, which a URL would drop."""
 _OVERHEAD = 768
 """Size in bytes of the objects that hold a turn, without their contents."""
 Message = dict[str, Any]

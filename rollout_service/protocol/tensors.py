@@ -1,12 +1,15 @@
 """Tensors of a weight version, as engines load them."""
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 StoredDtype = Literal["bfloat16", "float32", "float8_e4m3fn", "int8"]
 STORED_DTYPE_BYTES: dict[StoredDtype, int] = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
+
+AnnouncedShape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 63)], ...], Field(max_length=64)]
+"""Shape of a tensor to come. The bounds are those of torch and numpy; without them, multiplying takes hours."""
 
 WeightFormatName = Literal["fp8_block", "fp8_channel", "int8_channel"]
 """Formats of quantized matrices: see ``quant/formats.py``."""

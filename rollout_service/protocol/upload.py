@@ -70,7 +70,7 @@ from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
 from rollout_service.protocol.ring import ALIGNMENT_BYTES, aligned
-from rollout_service.protocol.tensors import QuantWeights
+from rollout_service.protocol.tensors import AnnouncedShape, QuantWeights
 
 PART_DIGEST_HEADER = "X-Part-Digest"
 UPLOADER_HEADER = "X-Uploader"
@@ -118,7 +118,7 @@ class UploadTensor(Frozen):
 
     name: str = Field(min_length=1)
     dtype: SourceDtype
-    shape: tuple[int, ...]
+    shape: AnnouncedShape
 
     @property
     def nbytes(self) -> int:

@@ -22,6 +22,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.tensors import AnnouncedShape
 
 TransferBackend = Literal["nccl", "gloo"]
 """Backend of the group: NCCL if the ingest has a GPU, gloo if it has none."""
@@ -100,7 +101,7 @@ class TensorsToCome(Frozen):
     names: tuple[str, ...] = ()
     dtype_names: tuple[str, ...] = ()
     """Names of torch dtypes without the prefix ``torch.``: ``bfloat16``."""
-    shapes: tuple[tuple[int, ...], ...] = ()
+    shapes: tuple[AnnouncedShape, ...] = ()
     packed: bool | None = None
     """Set by trainers for vLLM below 0.28; None: as in TransferInit."""
     packed_buffer_size_bytes: int | None = Field(default=None, ge=1, le=LARGEST_PACKED_BUFFER_BYTES)
@@ -113,8 +114,6 @@ class TensorsToCome(Frozen):
             raise ValueError(f"must have as many of each, not {counts}")
         if unknown := sorted({*self.dtype_names} - WIRE_DTYPE_BYTES.keys()):
             raise ValueError(f"dtype_names has {', '.join(unknown)}: there are {', '.join(WIRE_DTYPE_BYTES)}")
-        if any(size < 0 for shape in self.shapes for size in shape):
-            raise ValueError("shapes has a negative size")
         return self
 
     def as_before(self, before: "TensorsToCome") -> "TensorsToCome":

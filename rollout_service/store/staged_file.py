@@ -139,12 +139,6 @@ class StagingSpace:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="register-uploads")
 
-    @property
-    def kept_bytes(self) -> int:
-        """Return the size in bytes of the file kept for the next upload."""
-        with self._lock:
-            return 0 if self._kept is None else self._kept.nbytes
-
     def open(self, path: Path, nbytes: int) -> StagedFile:
         """Return the file at ``path``. If there is none, it is the kept one, with its old bytes, or a new one.
 

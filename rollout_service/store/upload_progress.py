@@ -10,6 +10,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -32,13 +33,14 @@ class UploadProgress:
 
         Raises OSError.
         """
-        self._path, self._numbers = folder / PROGRESS_FILE, numbers
+        self._numbers = numbers
         # renamed when complete, since readers look for the name
         unnamed = folder / f".{PROGRESS_FILE}"
         unnamed.write_bytes(places + bytes(len(numbers)))
         with unnamed.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
-        unnamed.rename(self._path)
+        unnamed.rename(folder / PROGRESS_FILE)
+        self._folder = os.open(folder, os.O_RDONLY)  # which may be renamed: see ``UploadSession.renumber``
 
     def stored(self, name: str) -> None:
         """Note that a tensor's bytes are in their file. Raises KeyError."""
@@ -46,7 +48,9 @@ class UploadProgress:
 
     def close(self) -> None:
         """Remove the file: the upload is complete, or was dropped."""
-        self._path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(PROGRESS_FILE, dir_fd=self._folder)
+        os.close(self._folder)
         self._map.close()
 
 

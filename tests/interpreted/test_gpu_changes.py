@@ -24,14 +24,14 @@ from tests.interpreted.test_compare import launches_of
 from tests.support.models import make_smallest_qwen3
 from tests.unit.ingest.test_ingest_delta import NORM, UP_PROJ, Stored, delta_of, digest_of
 from tests.unit.ingest.trainer import Trainer, config_of, folder_weights, started
-from tests.unit.protocol.test_delta import ITEMSIZES, bytes_of, frame, random_bits, segment, stepped
+from tests.unit.protocol.test_delta import ITEMSIZES, bytes_of, encode, frame, random_bits, segment, stepped
 
 CPU = torch.device("cpu")
 
 
 def changed(old: np.ndarray, new: np.ndarray) -> Changed:
     itemsize = old.itemsize
-    return Changed(bytes_of(old), memoryview(delta.encode(bytes_of(old), bytes_of(new), itemsize)), itemsize)
+    return Changed(bytes_of(old), memoryview(encode(bytes_of(old), bytes_of(new), itemsize)), itemsize)
 
 
 def test_prepare_launches_the_kernel_for_each_size(monkeypatch):

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.model.weight_files import INDEX_FILE, weight_files
+from rollout_service.protocol.base import wrong_fields
 from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
 from rollout_service.protocol.upload import DTYPE_BYTES, SourceDtype, UploadTensor
 from rollout_service.quant.blockwise import BLOCK
@@ -211,7 +213,13 @@ class FolderSource:
         for name, tensor in file.tensors.items():
             self._file_of[name] = file
             dtype: SourceDtype = "float32" if _is_widened(name, tensor.dtype) else tensor.dtype
-            yield UploadTensor(name=name, dtype=dtype, shape=tensor.shape)
+            try:
+                described = UploadTensor(name=name, dtype=dtype, shape=tensor.shape)
+            except ValidationError as error:
+                raise InvalidManifest(
+                    f"{name!r} in {file.path} is no tensor of a model: {wrong_fields(error)}"
+                ) from error
+            yield described
 
 
 def _read_range(file: SourceFile, fd: int, name: str, room: memoryview, place: slice) -> None:

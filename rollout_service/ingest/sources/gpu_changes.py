@@ -33,9 +33,9 @@ class Changed:
         Args:
             base: its bytes. They must not change before the stream has copied them, and are copied at PCIe speed if
                 their memory is registered with CUDA.
-            encoded: its changes, as ``delta.encode`` returns them, with elements of ``itemsize`` bytes.
+            encoded: its changes, as ``delta.joined`` returns them, with elements of ``itemsize`` bytes.
 
-        Raises ValueError like ``delta.apply``, except for positions outside a segment, which ``Made`` reports.
+        Raises ValueError like ``delta.apply_segment``, except for positions outside a segment, which ``Made`` reports.
         """
         self.base, self.itemsize = base, itemsize
         self.whole: list[tuple[slice, memoryview]] = []

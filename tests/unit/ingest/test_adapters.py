@@ -158,6 +158,18 @@ async def test_an_upload_is_complete_before_it_is_committed(model, tmp_path):
             await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
 
 
+async def test_a_refused_folder_leaves_no_copy(model, tmp_path):
+    config = config_of(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path]})
+    staging = tmp_path / "log" / "adapters.staging"
+    async with started(config) as ingest:
+        for size, why, copied in ((2_000_000, "takes", False), (1, "is neither lora_A nor lora_B", True)):
+            tensors = adapter_tensors(model, 1) | {"base_model.model.model.embed_tokens.weight": torch.zeros(size)}
+            folder = save_adapter(tmp_path / "peft", tensors)
+            with pytest.raises(InvalidManifest, match=why):
+                await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
+            assert staging.exists() is copied and list(staging.glob("*")) == []
+
+
 @pytest.mark.parametrize(
     ("number", "error", "why"),
     [

@@ -1,5 +1,6 @@
 """Buckets are converted, forgotten and begun again, by threads that begin in any order."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -66,6 +67,17 @@ async def test_a_bucket_that_waits_is_not_converted_once_forgotten(conversion, e
     conversion.begin(of(1.0, *NAMES), 0)
     executor.tasks[-1]()
     assert conversion.failure is None and conversion.read_bytes == 4 * len(NAMES)
+
+
+async def test_the_files_stay_open_while_a_forgotten_bucket_is_read(conversion, executor):
+    running, waiting = conversion.begin(of(1.0, "a"), 0), conversion.begin(of(1.0, "b"), 0)
+    running.set_running_or_notify_cancel()
+    forgetting = [asyncio.create_task(conversion.forget([0])) for _ in range(2)]
+    stopping = asyncio.create_task(conversion.stop())
+    await asyncio.sleep(0)
+    assert waiting.cancelled() and not stopping.done()
+    running.set_result(None)
+    await asyncio.gather(*forgetting, stopping)
 
 
 async def test_a_failure_of_a_bucket_without_a_key_ends_the_version(conversion, executor):

@@ -160,6 +160,13 @@ async def test_a_folder_that_failed_is_read_anew_once_mended(ingest, root, weigh
     assert status.version == 7 and status.digest == expected.digest(weights, ServedModel.load(model).fingerprint)
 
 
+async def test_a_folder_rewritten_for_another_model_leaves_what_is_staged_of_it(ingest, root, weights):
+    await ingest.begin_folder(saved(root, "step_7", weights), 7, None, pulled=False)
+    with pytest.raises(InvalidManifest):
+        await pushed(ingest, saved(root, "step_7", {"other": weights[UP_PROJ]}), 7)
+    assert [status.version for status in await ingest.versions()] == [0, 7]
+
+
 async def test_a_folder_elsewhere_or_of_another_model_leaves_nothing_staged(ingest, root, weights, model):
     with pytest.raises(Forbidden, match=r"is not below weights\.source_roots \(.*broadcasts\): .*set it to a folder"):
         await pushed(ingest, model, 7)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_service.errors import (
+    DeltaBaseGone,
     Forbidden,
     InvalidManifest,
     NotFound,
@@ -16,7 +17,7 @@ from rollout_service.errors import (
 )
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, Delta, PathSource
 from tests.unit.ingest import expected
 from tests.unit.ingest.trainer import begin_of, changed, config_of
 
@@ -109,6 +110,15 @@ class TestUpload:
                 await ingest.begin(begin_of(1, unfit))
             assert refused.value.detail == {"unknown": ["stranger"], "missing": [UP_PROJ]}
         assert [s.version for s in await ingest.versions()] == [0]
+
+    async def test_a_refused_announcement_leaves_the_upload_before_alone(self, ingest, trainer, weights):
+        await trainer.upload(1, weights, order=[0])
+        unfit = begin_of(1, {**weights, "stranger": torch.zeros(1)})
+        groundless = begin_of(1, weights).model_copy(update={"delta": Delta(base=0, base_digest="0" * 32)})
+        for refused in (unfit, groundless):
+            with pytest.raises((InvalidManifest, DeltaBaseGone)):
+                await ingest.begin(refused)
+        assert (await ingest.status(1)).missing_parts[0] == 1
 
     @pytest.mark.parametrize("name", [UP_PROJ, "model.embed_tokens.weight"], ids=["quantized", "kept in BF16"])
     async def test_a_nan_fails_the_version_and_names_its_tensor_and_index(

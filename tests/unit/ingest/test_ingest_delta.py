@@ -37,6 +37,7 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import tensor_digests
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, open_files, started
+from tests.unit.protocol.test_delta import encode
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
@@ -90,7 +91,7 @@ def delta_of(version: int, base: int, old: Stored, new: Stored) -> tuple[BeginUp
     begin, changes = begin_of(version, new), {}
     for tensor in begin.tensors:
         before, after = tensor_bytes(old[tensor.name]), tensor_bytes(new[tensor.name])
-        if encoded := delta.encode(before, after, DTYPE_BYTES[tensor.dtype]):
+        if encoded := encode(before, after, DTYPE_BYTES[tensor.dtype]):
             changes[tensor.name] = Change(memoryview(encoded), digest_of(new[tensor.name]))
     of_base = base_digest(digest_of(old[tensor.name]) for tensor in begin.tensors)
     return begin.model_copy(update={"delta": Delta(base=base, base_digest=of_base)}), changes

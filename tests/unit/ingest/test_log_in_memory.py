@@ -2,12 +2,18 @@
 
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rollout_service.config import ServiceConfig
+from rollout_service.ingest.conversion import Bucket
+from rollout_service.ingest.sources.folder import FolderSource
+from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.log import WeightLog
+from rollout_service.store.upload_progress import PROGRESS_FILE
+from rollout_service.store.upload_record import STAGED_FILE
 from tests.unit.ingest.test_ingest_delta import DeltaTrainer, require_stored, scattered
 from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, started
 
@@ -60,6 +66,22 @@ async def test_deltas_are_applied_where_their_versions_lie(model, weights, root,
                 require_stored(log, version, new)
                 old = new
     assert digests[root] == digests[tmp_path / "log"]
+
+
+async def test_a_renumbered_upload_touches_no_other_of_its_old_number(model, weights, root):
+    async with started(config_of(model, root)) as ingest:
+        await Trainer(ingest).upload(8, weights, order=[0])
+        staged, source = await ingest.begin_broadcast(), FolderSource(model)
+        assert staged.begin.version == 9
+        await ingest._uploads.renumber(staged, 5)
+        await Trainer(ingest).upload(9, weights, order=[0])
+        names = [tensor.name for tensor in source.table]
+        staged.convert(Bucket(names, partial(source.read, names)))
+        staged.all_came()
+        await ingest.commit(5, CommitUpload(), staged)
+        staging = root / "staging"
+        assert (staging / "9" / PROGRESS_FILE).exists() and (staging / "9.parts" / STAGED_FILE).exists()
+        assert not (WeightLog(root).folder(5) / PROGRESS_FILE).exists()
 
 
 async def test_an_ingest_that_starts_anew_uses_the_files_again(model, weights, root):

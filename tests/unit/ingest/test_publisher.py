@@ -111,12 +111,13 @@ async def test_other_weights_are_published_whole(model, store, weights):
 
 async def test_versions_before_two_whole_ones_are_removed(model, store, weights, monkeypatch):
     monkeypatch.setattr(publisher, "MAX_LINKS", 1)
+    (store / "weight_v000001").mkdir()  # a process was killed before it wrote the index
     async with both(model, store) as (leader, follower):
-        for version in range(1, 7):
+        for version in range(2, 8):
             weights = stepped(weights, version)
             await Trainer(leader).push(version, weights)
             await require_same(leader, follower)
-        assert published(store) == {3: True, 4: False, 5: True, 6: False}
+        assert published(store) == {4: True, 5: False, 6: True, 7: False}
         async with running(model, store.parent / "new", watch=str(store), source_roots=[store]) as late:
             await require_same(leader, late)
 

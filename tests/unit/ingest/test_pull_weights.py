@@ -39,7 +39,7 @@ from rollout_service.protocol.weights import WeightStatus
 from tests.support.checkpoints import save_checkpoint
 from tests.support.delta_writer import CHECKSUMS, publish, raw, stepped
 from tests.unit.ingest import expected
-from tests.unit.ingest.trainer import Weights, changed, config_of, started
+from tests.unit.ingest.trainer import Weights, changed, config_of, replica, started
 
 
 @pytest.fixture
@@ -174,12 +174,19 @@ async def test_a_whole_folder_with_checksums_is_checked(ingest, store, steps, mo
     await require(ingest, 2, steps[2], model)
 
 
-async def test_push_path_takes_a_folder_of_changes(ingest, store, steps, model):
+@pytest.mark.parametrize("below", [".", "link"])
+async def test_push_path_takes_a_folder_of_changes(ingest, store, steps, model, below):
+    (store / "link").symlink_to(store)
     for version in (1, 2):
         folder = publish(store, version, steps[version - 1], steps[version])
-        begin = BeginUpload(version=version, source=PathSource(path=folder))
+        begin = BeginUpload(version=version, source=PathSource(path=store / below / folder.name))
         await ingest.begin(begin)
+        staged = ingest.staged(version)
+        await ingest.begin(begin)
+        assert ingest.staged(version) is staged  # it is not read again
         await ingest.commit(version, CommitUpload())
+        assert (await ingest.begin(begin)).state == "committed"
+        shutil.rmtree(folder)
         await require(ingest, version, steps[version], model)
 
 
@@ -482,6 +489,19 @@ async def test_a_pull_is_not_taken_for_an_upload_that_replaced_it(ingest, traine
     with pytest.raises(VersionConflict, match=r"announced again since: .* nothing was committed"):
         await pull(ingest, store, 1)
     assert (await ingest.status(1)).state == "staged"
+
+
+async def test_a_pull_whose_version_is_removed_while_it_waits_is_answered(ingest, trainer, store, steps):
+    await ingest.report(replica("a", 0))
+    publish(store, 1, steps[0], steps[1])
+    pulling = asyncio.create_task(ingest.pull_weights(PullWeights(source_dir=str(store), target_version=1)))
+    await served(ingest, 1)
+    for version in (2, 3):
+        newest = await trainer.push(version, steps[version])
+    assert [status.version for status in await ingest.versions()] == [0, 2, 3]
+    await ingest.report(replica("a", 3, 1, digest=newest.digest))
+    status = await pulling
+    assert (status.version, status.state) == (1, "live")
 
 
 @pytest.mark.parametrize("how", ["a folder", "a URL"])

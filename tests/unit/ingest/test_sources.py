@@ -153,6 +153,12 @@ class TestFolder:
         with pytest.raises(Forbidden, match=r"config\.json is not below"):
             FolderSource(root / "step-1", (root,))
 
+    @pytest.mark.parametrize(("name", "shape"), [("", [1]), ("a", [1] * 65)], ids=["no name", "65 dimensions"])
+    def test_a_tensor_that_no_model_has_is_refused(self, folder, name, shape):
+        save_file({name: torch.zeros(shape)}, folder / "model.safetensors")
+        with pytest.raises(InvalidManifest, match=rf"'{name}' in .*model\.safetensors is no tensor of a model"):
+            FolderSource(folder)
+
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e5m2])
     def test_a_tensor_of_an_unsupported_dtype_is_refused_by_name(self, folder, dtype):
         save_file({"odd.weight": torch.zeros(2).to(dtype)}, folder / "model.safetensors")

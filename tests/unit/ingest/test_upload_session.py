@@ -28,7 +28,7 @@ from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_session import UploadSession, reading_order
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
+from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe, UploadTensor
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import StoredTensor
@@ -150,6 +150,14 @@ class TestFailure:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert list(tmp_path.iterdir()) == []
         assert open_files() == before
+
+    def test_an_upload_of_millions_of_parts_is_refused_before_one_has_a_place(
+        self, model, tmp_path, executor, monkeypatch
+    ):
+        ignored = UploadTensor(name="rotary_emb.inv_freq", dtype="float32", shape=(1 << 45,))
+        monkeypatch.setattr(BeginUpload, "slots", None)
+        with pytest.raises(InsufficientStorage):
+            staged_version(BeginUpload(version=1, tensors=(ignored,)), tmp_path / "1", model, executor)
 
 
 class HeldSource(FolderSource):

@@ -363,6 +363,14 @@ class TestIgnored:
         table = [*table_of(served).values(), stranger, ignored]
         assert refusal(served, table, BF16) == {"unknown": [name]}
 
+    def test_an_ignored_tensor_has_a_largest_size(self, served):
+        name = "rotary_emb.cos_cached"
+        fits, larger = (UploadTensor(name=name, dtype="int8", shape=(size,)) for size in (512 << 20, (512 << 20) + 1))
+        served.check_table([*table_of(served).values(), fits], BF16)
+        assert refusal(served, [*table_of(served).values(), larger], BF16) == {
+            "too_large": [f"{name} has {larger.nbytes} bytes"]
+        }
+
     def test_the_summary_counts_tensors_by_pattern(self):
         ignored = IgnoredTensors(patterns=("^mtp", r"inv_freq$"), kept=("mtp.kept",))
         assert "2 × ^mtp, 1 × inv_freq$" in ignored.summary(["mtp.a", "mtp.b", "x.inv_freq", "mtp.kept", "y"])

@@ -192,6 +192,11 @@ class TestVersion:
 
 
 class TestAnnouncement:
+    @pytest.mark.parametrize("shape", [(-1,), (1 << 63,), (1,) * 65])
+    def test_a_shape_that_no_tensor_has_is_refused(self, shape):
+        with pytest.raises(ValidationError, match="shape"):
+            UploadTensor(name="w", dtype="bfloat16", shape=shape)
+
     @pytest.mark.parametrize(
         "what",
         [

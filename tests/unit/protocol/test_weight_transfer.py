@@ -71,7 +71,8 @@ def test_what_cannot_be_joined_is_refused(fields, problem):
     [
         ({"shapes": []}, "as many of each"),
         ({"dtype_names": ["torch.bfloat16"]}, r"dtype_names has torch.bfloat16: there are float64"),
-        ({"shapes": [[-1]]}, "negative"),
+        ({"shapes": [[-1]]}, "greater than or equal to 0"),
+        ({"shapes": [[1] * 65]}, "at most 64 items"),
         ({"ipc_handles": []}, "ipc_handles"),
     ],
 )
