@@ -3,13 +3,14 @@
 import asyncio
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
 from rollout_service.client._http import Http, Repeat, http_timeout, parse
+from rollout_service.client._tensors import TensorThread
 from rollout_service.errors import InvalidRequest
 from rollout_service.protocol.adapters import (
     CONFIG_FILE,
@@ -19,8 +20,10 @@ from rollout_service.protocol.adapters import (
     AdapterUpload,
     BeginAdapter,
     CommitAdapter,
+    read_adapter_name,
 )
 from rollout_service.protocol.base import NewVersion
+from rollout_service.runtime.tasks import raise_first_failure
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +38,7 @@ class AdapterCalls:
 
     _control: Http
 
-    async def push_adapter(
+    def push_adapter(
         self,
         name: str,
         adapter: "str | Path | Mapping[str, torch.Tensor] | Any",
@@ -46,7 +49,7 @@ class AdapterCalls:
         label: str | None = None,
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
-    ) -> AdapterStatus:
+    ) -> Coroutine[object, None, AdapterStatus]:
         """Make a LoRA adapter the newest version of ``name``, and wait until every live replica holds it.
 
         Engines do not pause. Running rollouts finish under the version that they began with. Pushing the same adapter
@@ -71,38 +74,53 @@ class AdapterCalls:
             CommitTimeout: The version is committed, but a replica did not hold it in time.
             LogCorrupt: The version is committed, but a replica cannot load it.
         """
-        settings, tensors = await asyncio.to_thread(_files_of, adapter, config)
-        begin = BeginAdapter(
-            config=settings,
-            digest=xxhash.xxh3_128_hexdigest(tensors),
-            nbytes=len(tensors),
-            nonce=secrets.token_hex(16),
-        )
-        reply = await self._control.send(
-            "POST", f"/v1/adapters/{name}", json=begin.model_dump(mode="json"), repeat=Repeat.IDEMPOTENT
-        )
-        upload, slots = parse(AdapterUpload, reply), asyncio.Semaphore(_PARALLEL_PARTS)
+        # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, as with push_weights.
+        route, thread = _route(name), TensorThread()
+
+        async def run() -> AdapterStatus:
+            try:
+                settings, tensors = await thread.call(_files_of, adapter, config)
+            finally:
+                thread.close()
+            begin = BeginAdapter(
+                config=settings,
+                digest=xxhash.xxh3_128_hexdigest(tensors),
+                nbytes=len(tensors),
+                nonce=secrets.token_hex(16),
+            )
+            reply = await self._control.send(
+                "POST", route, json=begin.model_dump(mode="json"), repeat=Repeat.IDEMPOTENT
+            )
+            upload = parse(AdapterUpload, reply)
+            if not await asyncio.to_thread(_write_here, upload, begin, tensors):
+                await self._send_parts(route, upload, tensors)
+            commit = CommitAdapter(
+                version=version,
+                base_version=base_version,
+                label=label,
+                wait=wait,
+                timeout_s=timeout_s,
+                digest=upload.digest,
+            )
+            return await self._commit(route, commit)
+
+        return run()
+
+    async def _send_parts(self, route: str, upload: AdapterUpload, tensors: bytes) -> None:
+        slots = asyncio.Semaphore(_PARALLEL_PARTS)
 
         async def send(part: int) -> None:
             async with slots:
                 await self._control.send(
                     "PUT",
-                    f"/v1/adapters/{name}/uploads/{upload.digest}/parts/{part}",
+                    f"{route}/uploads/{upload.digest}/parts/{part}",
                     content=tensors[part * upload.part_bytes : (part + 1) * upload.part_bytes],
                     repeat=Repeat.IDEMPOTENT,
                 )
 
-        if not await asyncio.to_thread(_write_here, upload, begin, tensors):
-            await asyncio.gather(*map(send, upload.missing))
-        commit = CommitAdapter(
-            version=version,
-            base_version=base_version,
-            label=label,
-            wait=wait,
-            timeout_s=timeout_s,
-            digest=upload.digest,
-        )
-        return await self._commit(name, commit)
+        async with raise_first_failure() as group:
+            for part in upload.missing:
+                group.create_task(send(part))
 
     async def rollback_adapter(
         self, name: str, to: int, *, wait: Literal["none", "all"] = "all", timeout_s: float = 600.0
@@ -119,12 +137,12 @@ class AdapterCalls:
             LogCorrupt: The version's files are damaged.
             CommitTimeout: See ``push_adapter``.
         """
-        return await self._commit(name, CommitAdapter(rollback_to=to, wait=wait, timeout_s=timeout_s))
+        return await self._commit(_route(name), CommitAdapter(rollback_to=to, wait=wait, timeout_s=timeout_s))
 
-    async def _commit(self, name: str, commit: CommitAdapter) -> AdapterStatus:
+    async def _commit(self, route: str, commit: CommitAdapter) -> AdapterStatus:
         reply = await self._control.send(
             "POST",
-            f"/v1/adapters/{name}/commit",
+            f"{route}/commit",
             json=commit.model_dump(mode="json", exclude_none=True),
             repeat=Repeat.IDEMPOTENT,
             timeout=http_timeout(commit.timeout_s + _MARGIN_S),
@@ -138,7 +156,16 @@ class AdapterCalls:
 
     async def remove_adapter(self, name: str) -> None:
         """Remove all versions of an adapter. Running rollouts finish. Raises NotFound."""
-        await self._control.send("DELETE", f"/v1/adapters/{name}", repeat=Repeat.IF_NOT_ACCEPTED)
+        await self._control.send("DELETE", _route(name), repeat=Repeat.IF_NOT_ACCEPTED)
+
+
+def _route(name: str) -> str:
+    """Return the URL of an adapter. Raises InvalidRequest for a name that would make it the URL of something else."""
+    if read_adapter_name(name) != (name, None):
+        raise InvalidRequest(
+            f"{name!r} is no name of an adapter: use at most 128 letters, digits and ._-, the first a letter or digit"
+        )
+    return f"/v1/adapters/{name}"
 
 
 def _write_here(upload: AdapterUpload, begin: BeginAdapter, tensors: bytes) -> bool:

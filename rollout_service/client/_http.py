@@ -190,7 +190,9 @@ def _explain(error: httpx.TransportError, method: str, url: str, service: str, r
         return f"{where}: {limit}."
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return f"{where}: no connection. Is the service running there, and is the address right?"
-    if repeat is Repeat.IF_NOT_ACCEPTED:
+    if isinstance(error, httpx.ReadTimeout) and repeat is Repeat.IF_LOST:
+        return f"{where}: no answer in time. It was not repeated, as the rollout may be running still: raise timeout_s."
+    if not may_retry(error, repeat):
         return f"{where}: the service may have accepted the request before the connection failed: it was not repeated."
     return f"{where}: the connection kept failing."
 

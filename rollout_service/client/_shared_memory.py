@@ -113,11 +113,9 @@ class GpuMemory:
         """Allocate the memory. Raises OSError."""
         self.nbytes, self.may_be_mapped = nbytes, False
         self._memory = SharedMemory.create(1)
-        try:
-            self._on_gpu = OwnGpuMemory(nbytes)
-        except OSError:
-            self._memory.close()
-            raise
+        self._on_gpu = OwnGpuMemory(nbytes)
+        self._unused = weakref.finalize(self, self._on_gpu.free)  # a cancelled push drops it
+        self._unused.atexit = False
 
     @staticmethod
     def batch_bytes() -> int:
@@ -127,6 +125,7 @@ class GpuMemory:
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
         """Return the announcement for one push of these tensors. Raises OSError."""
         gpu = self._on_gpu
+        self._unused.detach()  # an ingest may soon have it mapped
         return CudaIpcSource(
             tensors=tensors, gpu=gpu.gpu, handle=gpu.handle, handle_bytes=gpu.nbytes, **_named(self._memory)
         )

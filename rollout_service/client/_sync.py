@@ -61,6 +61,8 @@ class SyncRolloutClient:
             ca_file=ca_file,
             transport=transport,
         )
+        # held to schedule: the loop drops what comes after its last turn. Reentrant: a signal handler may close
+        self._lock, self._closed = threading.RLock(), False
         running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(running)), name="rollout-client", daemon=True
@@ -122,9 +124,15 @@ class SyncRolloutClient:
 
     def close(self) -> None:
         """Cancel the calls of other threads, close all connections and end the thread. Further calls do nothing."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join()
+        with self._lock:
+            if self._is_open:
+                self._loop.call_soon_threadsafe(self._closing.set)
+            self._closed = True
+        self._thread.join()
+
+    @property
+    def _is_open(self) -> bool:
+        return not self._closed and self._thread.is_alive()  # a forked process has no such thread
 
     async def _serve(self, running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
         closing = asyncio.Event()
@@ -144,8 +152,6 @@ class SyncRolloutClient:
     ) -> Result:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a progress callback may not call its own SyncRolloutClient: it would wait for itself")
-        if not self._thread.is_alive():
-            raise RuntimeError("this SyncRolloutClient is closed: make a new one")
         # in this thread, because a push of weights uses its CUDA device and stream
         coroutine = method(self._client, *args, **kwargs)
         begun: list[asyncio.Task[Any] | None] = []
@@ -159,14 +165,19 @@ class SyncRolloutClient:
             return await coroutine
 
         try:
-            return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+            with self._lock:
+                if not self._is_open:
+                    raise RuntimeError("this SyncRolloutClient is closed: make a new one")
+                future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+            return future.result()
         finally:  # Ctrl-C may interrupt the wait, or come before the future exists
             given_up.set()
             if not begun:
                 coroutine.close()  # nothing awaits it any more
-            for task in begun:
-                if task is not None and not task.done():
-                    self._loop.call_soon_threadsafe(task.cancel)
+            with self._lock:
+                for task in begun:
+                    if task is not None and not task.done() and self._is_open:  # closing cancels it, too
+                        self._loop.call_soon_threadsafe(task.cancel)
 
 
 class SyncRolloutStream:

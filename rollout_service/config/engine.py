@@ -17,9 +17,9 @@ _KERNELS_OF_MODE: dict[str, Literal["cuda_eager", "cuda_compiled"]] = {
 
 
 class Config(BaseModel):
-    """Base class of sections: immutable, unknown fields refused."""
+    """Base class of sections: immutable; unknown fields, infinity and NaN refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
 
 class QuantConfig(Config):
@@ -141,7 +141,7 @@ class EngineConfig(Config):
     block_size: int | None = Field(default=None, ge=16)
     """Number of tokens in a page of the KV cache; None: vLLM's own choice."""
 
-    kv_offload_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    kv_offload_gib: float | None = Field(default=None, gt=0)
     """GiB of host memory for KV cache blocks. vLLM offloads blocks to it that may not stay on a replica's GPUs, which
     share it; it counts as /dev/shm. None: no offloading. It needs ``weights.kv_cache_on_update: keep``
     (docs/kv_cache.md). Not on the CPU."""

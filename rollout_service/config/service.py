@@ -169,7 +169,7 @@ class ScalingConfig(Config):
     """GPUs that Ray reserves for a replica. None: if vLLM is built for GPUs, ``engine.tensor_parallel_size``, minus the
     ingest's share if that is 1; else 0. Ray can only share a single GPU, so a number above 1 must be whole."""
 
-    resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Custom resources that Ray reserves for a replica, to select its nodes. ``{"rollout_node": 1}`` selects nodes
     started with that resource, ``{"accelerator_type:H100": 0.001}`` a kind of GPU."""
 
@@ -368,14 +368,14 @@ class WeightsConfig(Config):
 class MonitorConfig(Config):
     """Statistics of the mismatch between engines and trainer, and thresholds for suspect versions."""
 
-    ratio_bound: float = Field(default=2.0, gt=1, allow_inf_nan=False)
+    ratio_bound: float = Field(default=2.0, gt=1)
     """C: tokens with a probability ratio outside [1/C, C] are counted. Weights are truncated at C for the effective
     sample size. Use the cap of the trainer's TIS, if it has one."""
 
-    suspect_k3: float = Field(default=0.01, gt=0, allow_inf_nan=False)
+    suspect_k3: float = Field(default=0.01, gt=0)
     """Threshold of k3, in nats per token, above which a version on a replica is suspect."""
 
-    suspect_prob_error: float = Field(default=1.05, gt=1, allow_inf_nan=False)
+    suspect_prob_error: float = Field(default=1.05, gt=1)
     """Threshold of mean(min(exp |trainer − rollout|, 10)) above which a version on a replica is suspect."""
 
     min_tokens: int = Field(default=2000, ge=1)

@@ -60,9 +60,12 @@ class Rejection:
         owner = f"Rejection {self.statistic}"
         if not self._is_ratio and self.lower is not None:
             raise ValueError(f"{owner}: lower={self.lower}, but it is never negative and has only an upper bound")
-        if self._is_ratio and self.lower is None and isinstance(self.upper, int | float) and self.upper < 1:
-            raise ValueError(f"{owner}: upper={self.upper} without lower is a band [1/upper, upper]: give at least 1")
         require_bounds(owner, self.lower, self.upper)
+        if self._is_ratio and self.lower is None and not 1 <= self.upper < math.inf:
+            raise ValueError(
+                f"{owner}: upper={self.upper} without lower is a band [1/upper, upper]: give a finite number of at "
+                "least 1"
+            )
 
     def judge(self, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the mask of kept tokens, bool [batch, tokens], and the statistic's metrics; names without prefix.

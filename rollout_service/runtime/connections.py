@@ -89,11 +89,6 @@ class ManyConnections(httpx.AsyncBaseTransport):
         self._all: list[httpx.AsyncHTTPTransport] = []
         self._idle: list[httpx.AsyncHTTPTransport] = []
 
-    @property
-    def num_idle(self) -> int:
-        """Return the number of idle connections."""
-        return len(self._idle)
-
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send over an idle connection or a new one. It becomes idle when the reply was read to its end and closed.
 

@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import uuid
+import weakref
 from pathlib import Path
 from typing import Self
 
@@ -29,6 +30,7 @@ class SharedMemory:
         self._fd, self.name = fd, name
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self.view = memoryview(self._map)
+        self._close = weakref.finalize(self, os.close, fd)
 
     @classmethod
     def create(cls, nbytes: int) -> Self:
@@ -71,6 +73,5 @@ class SharedMemory:
 
     def close(self) -> None:
         """Close the file; memory that views refer to stays mapped. May be called again."""
-        if self._fd >= 0:
-            os.close(self._fd)
+        self._close()
         self._fd = -1

@@ -1,4 +1,5 @@
 import asyncio
+import json
 from collections.abc import Callable
 
 import httpx
@@ -7,7 +8,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollout_service.client import RolloutClient
-from rollout_service.errors import CommitTimeout, NotFound, NotReady, RolloutServiceError, Unauthorized
+from rollout_service.errors import (
+    CommitTimeout,
+    InsufficientStorage,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    RolloutServiceError,
+    Unauthorized,
+)
+from rollout_service.protocol.adapters import CONFIG_FILE, TENSORS_FILE, AdapterUpload
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.upload import BeginUpload, PathSource
 from rollout_service.protocol.weights import WeightStatus
@@ -77,6 +87,41 @@ async def test_pauses_and_sleep_reach_the_service():
         *("POST /pause?mode=keep", "POST /pause?mode=wait", "GET /is_paused", "POST /resume"),
         *("POST /sleep?level=2&mode=abort", "GET /is_sleeping", "POST /wake_up"),
     ]
+
+
+@pytest.mark.parametrize("name", ["run#old", "run?x", "run/a", "../weights", "..", "run%2Fa", "run-a@3", "", "run\n"])
+async def test_a_name_that_no_adapter_has_reaches_no_route(service, client, name):
+    for call in (
+        lambda: client.push_adapter(name, {}, config={}),
+        lambda: client.rollback_adapter(name, 1),
+        lambda: client.remove_adapter(name),
+    ):
+        with pytest.raises(InvalidRequest, match="is no name of an adapter"):
+            await call()
+    assert service.log == []
+
+
+async def test_a_failed_part_of_an_adapter_ends_the_others(tmp_path):
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({}))
+    (tmp_path / TENSORS_FILE).write_bytes(bytes(40))
+    second = asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            upload = AdapterUpload(digest="a", missing=tuple(range(10)), part_bytes=4)
+            return httpx.Response(200, json=upload.model_dump(mode="json"))
+        if request.url.path.endswith("/0"):
+            await second.wait()
+            error = InsufficientStorage("full")
+            return httpx.Response(error.http_status, json=error.to_wire())
+        second.set()
+        return await asyncio.Future()  # until it is cancelled
+
+    before = asyncio.all_tasks()
+    async with RolloutClient("http://service", transport=httpx.MockTransport(answer)) as client:
+        with pytest.raises(InsufficientStorage):
+            await client.push_adapter("run-a", tmp_path)
+        assert asyncio.all_tasks() == before
 
 
 async def test_the_fleet_and_the_models_are_read(service, client):

@@ -130,6 +130,16 @@ async def test_nan_is_refused_by_name_and_the_memory_is_not_freed_at_once(servic
     assert status.state == "committed"
 
 
+def test_memory_that_no_push_has_announced_is_freed_with_its_owner():
+    dropped, announced = (_shared_memory.GpuMemory(100) for _ in range(2))
+    announced.source(())
+    assert len(FILES) == 2
+    del dropped  # as the result of a push that was cancelled
+    assert len(FILES) == 1
+    del announced  # the ingest may have it mapped
+    assert len(FILES) == 1
+
+
 async def test_threads_that_take_turns_fill_a_log_in_memory(model, weights):
     bad = {name: tensor.clone() for name, tensor in weights.items()}
     bad["model.norm.weight"][3] = float("nan")

@@ -117,6 +117,20 @@ class TestFailures:
             assert requests == 3
             assert "may have accepted" in caught.value.__notes__[0]
 
+    async def test_a_rollout_without_an_answer_in_time_is_not_repeated_and_says_so(self):
+        requests = list[httpx.Request]()
+
+        def time_out(request: httpx.Request) -> httpx.Response:
+            requests.append(request)
+            raise httpx.ReadTimeout("", request=request)
+
+        transport = httpx.MockTransport(time_out)
+        async with RolloutClient("http://service", timeout_s=1, transport=transport) as client:
+            with pytest.raises(httpx.ReadTimeout) as caught:
+                await client.generate([1])
+        assert len(requests) == 1
+        assert "no answer in time. It was not repeated" in caught.value.__notes__[0]
+
     async def test_the_error_says_where_nothing_is_listening(self):
         async with RolloutClient("http://127.0.0.1:9", retries=0) as client:
             with pytest.raises(httpx.ConnectError) as caught:

@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -163,6 +164,30 @@ class TestPush:
         await client.push_weights(1, other, transport="shared_memory", wait="none")
         expected = await client.push_weights(2, other, transport="http", wait="none")
         assert service.log.manifest(1).digest == expected.digest
+
+
+async def test_memory_is_released_if_its_push_is_cancelled_while_it_is_created(client, weights, monkeypatch):
+    began, cancelled, descriptors = asyncio.Event(), threading.Event(), list[int]()
+    loop, create = asyncio.get_running_loop(), SharedMemory.create
+
+    def slowly(nbytes: int) -> SharedMemory:
+        loop.call_soon_threadsafe(began.set)
+        assert cancelled.wait(30)
+        memory = create(nbytes)
+        descriptors.append(memory.descriptor)
+        return memory
+
+    monkeypatch.setattr(SharedMemory, "create", slowly)
+    push = asyncio.create_task(client.push_weights(1, dict(weights), transport="shared_memory", wait="none"))
+    await began.wait()
+    [creating] = [thread for thread in threading.enumerate() if thread.name.startswith("push-weights")]
+    push.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await push
+    cancelled.set()
+    await asyncio.to_thread(creating.join)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(*descriptors)
 
 
 class Routes(httpx.AsyncBaseTransport):

@@ -2,9 +2,11 @@ import asyncio
 import inspect
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from starlette.requests import Request
@@ -13,7 +15,7 @@ from starlette.responses import Response
 from rollout_service.client import RolloutClient, SyncRolloutClient, _tensors
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._sync import SyncAgentSession
-from rollout_service.errors import NotFound
+from rollout_service.errors import NotFound, RolloutServiceError
 from tests.unit.client.service import Service, serving_in_a_thread, until_disconnected, until_gone
 
 ASYNC_ONLY = {"aclose"}
@@ -30,11 +32,23 @@ def test_it_generates_and_pushes(threaded_service):
 
 
 def test_a_push_goes_by_the_cuda_stream_of_the_callers_thread(threaded_service, monkeypatch):
-    asked: list[int] = []
-    monkeypatch.setattr(_tensors, "_cuda_stream_of_this_thread", lambda: asked.append(threading.get_ident()))
+    thread, followed = threading.local(), list[int]()
+
+    def follow_this() -> Callable[[], None]:
+        caller = threading.get_ident()
+        return lambda: setattr(thread, "follows", caller)
+
+    class Tensors(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            followed.append(thread.follows)
+            return super().items()
+
+    monkeypatch.setattr(_tensors, "_cuda_stream_of_this_thread", follow_this)
     with SyncRolloutClient(threaded_service.url) as client:
-        client.push_weights(1, {"w": torch.ones(4)})
-    assert asked == [threading.get_ident()]
+        client.push_weights(1, Tensors(w=torch.ones(4)))
+        with pytest.raises(RolloutServiceError, match="404"):  # this service has no adapters
+            client.push_adapter("run-a", Tensors(w=torch.ones(4)), config={})
+    assert followed == 2 * [threading.get_ident()]
 
 
 async def test_it_works_where_an_event_loop_is_running_already(threaded_service):
@@ -124,6 +138,23 @@ def test_closing_cancels_a_call_of_another_thread():
         caller.join()
         assert gone.wait(30)
     assert outcome == ["cancelled"]
+
+
+def test_a_call_that_comes_while_it_closes_is_refused():
+    refused: list[str] = []
+
+    class Closing(httpx.MockTransport):
+        async def aclose(self) -> None:  # in the client's thread, whose loop still runs
+            await asyncio.to_thread(call)
+
+    def call() -> None:
+        with pytest.raises(RuntimeError) as error:
+            client.weights()
+        refused.append(str(error.value))
+
+    client = SyncRolloutClient("http://service", transport=Closing(lambda _: httpx.Response(500)))
+    client.close()
+    assert set(refused) == {"this SyncRolloutClient is closed: make a new one"}
 
 
 def test_closing_twice_is_closing_once_and_ends_the_thread(threaded_service):

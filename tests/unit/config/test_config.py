@@ -1,5 +1,6 @@
 """The configuration refuses what it does not know, and says what to write instead."""
 
+import math
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,6 +57,8 @@ class TestSections:
             ({"quant": {"indivisible": "pad"}}, "quant.indivisible"),
             ({"scaling": {"min_replicas": -1}}, "scaling.min_replicas"),
             ({"scaling": {"target_kv_usage": 1.1}}, "scaling.target_kv_usage"),
+            ({"scaling": {"num_gpus": math.inf}}, "scaling.num_gpus"),
+            ({"weights": {"ingest_resources": {"a": math.nan}}}, "weights.ingest_resources.a"),
             ({"scaling": {"groups": {"Eval 1": {"version": 1}}}}, "scaling.groups.Eval 1"),
             ({"scaling": {"groups": {"eval": {}}}}, "scaling.groups.eval.version"),
             ({"scaling": {"groups": {"eval": {"version": "next"}}}}, "scaling.groups.eval.version"),
