@@ -12,16 +12,10 @@ import torch
 from rollout_service.correction import PRESETS, Correction, ImportanceWeights, Rejection, Veto, correct, preset
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling_mask import pack
-from tests.unit.correction.batches import padded, unpadded
-from tests.unit.correction.expected import Rows
+from tests.unit.correction.batches import of_ratios, padded, unpadded
 from tests.unit.correction.test_published import FORMULAS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "correction.md").read_text()
-
-
-def of_ratios(*ratios: list[float]) -> Rows:
-    """Sequences of tokens with these ratios π_trainer / π_rollout."""
-    return [[(math.log(ratio) - 10.0, -10.0) for ratio in row] for row in ratios]
 
 
 TOKENS = [[0.4, 1.0, 1.9, 3.0, 6.0]]
@@ -48,8 +42,8 @@ CASES = {
         [[1.5, 1.0038 / 1.5], [0, 0], [0.9992], [0]],
         [[1, 1], [0, 0], [1], [0]],
     ),
-    "nemo_seq_error_mask": ([[2.9, 1.0], [3.1, 1.0], [1 / 2.9, 1.0], [1 / 3.1, 1.0]],
-                            *[[[1, 1], [0, 0], [1, 1], [0, 0]]] * 2),
+    "nemo_seq_error_mask": ([[2.9, 1.0], [3.1, 1.0], [1 / 2.9, 1.0], [1 / 3.1, 1.0], [1.9]],
+                            *[[[1, 1], [0, 0], [1, 1], [0, 0], [1]]] * 2),
     "prime_ipo": (TOKENS, TOKENS, [[1, 1, 1, 1, 1]]),  # probabilities of e^-10 differ by nothing: see below
     "geo_rs": ([[2.0, 0.5], [1.0012], [0.9992], [0.9988]], [[1, 1], [0], [1], [0]], [[1, 1], [0], [1], [0]]),
     "geo_rs_token_tis": ([[3.0, 1 / 3], [1.0012]], [[2, 1 / 3], [0]], [[1, 1], [0]]),
