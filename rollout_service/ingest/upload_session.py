@@ -275,11 +275,11 @@ class UploadSession:
         incoming = self.parts.begin(part, nbytes, abort)
         if known is not None:
             self.parts.forget(part)
-            try:
-                await self._conversion.forget(self._keys_of(part))
-            except BaseException:  # or the next sender of the part would wait for this one for ever
-                self.parts.end(incoming)
-                raise
+        try:  # also if it is not there: the sender that replaced it may have left while its old bytes were read
+            await self._conversion.forget(self._keys_of(part))
+        except BaseException:  # or the next sender of the part would wait for this one for ever
+            self.parts.end(incoming)
+            raise
         return incoming
 
     async def accept(self, incoming: Incoming, digest: str, uploader: str = "") -> None:

@@ -240,7 +240,8 @@ class TestSeveralThreads:
             assert await uploaded(weights, tmp_path / "2", model, several) == by_one
             assert await from_folder(source, tmp_path / "3", model, several).finish() == by_one
 
-    async def test_a_replaced_part_is_stored_last(self, model, tmp_path, executor):
+    @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves first"])
+    async def test_a_replaced_part_is_stored_last(self, model, tmp_path, executor, leaves):
         weights = {name: tensor.clone() for name, tensor in folder_weights(model).items()}
         by_one = await uploaded(weights, tmp_path / "1", model, executor)
         stream = stream_of(weights)
@@ -252,6 +253,10 @@ class TestSeveralThreads:
             assert await asyncio.to_thread(converter.first_has_read.wait, 60)
             replacing = asyncio.create_task(accept(staged, 0, stream))
             await settle()
+            if leaves:
+                replacing.cancel()
+                replacing = asyncio.create_task(accept(staged, 0, stream))
+                await settle()
             assert staged.parts.missing == {0} and not replacing.done()
             converter.go_on.set()
             await replacing
