@@ -354,6 +354,23 @@ async def test_a_waiting_pause_can_be_cancelled_or_overridden(served):
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_wait_finishes_what_a_pause_has_preempted(served):
+    config, engine = served
+    folder = WeightLog(config.weights.root).folder(0)
+    await load(engine, folder, 0)
+    held = asyncio.create_task(engine.generate("held", (5, 6), Sampling(max_tokens=400, ignore_eos=True)))
+    while not engine.tokens_since("held", [0]):
+        await asyncio.sleep(0.01)
+    await engine.pause("keep")  # and drop the cache
+    assert not held.done()
+    await engine.pause("wait")
+    await engine.load(folder, 1)
+    await engine.resume()
+    [whole] = await held
+    assert len(whole.token_ids) == 400 and whole.versions == (0,)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_exact_call_ends_when_another_version_is_loaded(served):
     config, engine = served
     folder = WeightLog(config.weights.root).folder(0)
