@@ -1,9 +1,13 @@
 """How many sequences a replica holds, and which turns of sessions it admits, by the tokens of older sessions."""
 
+import asyncio
+import random
+from collections import Counter
 from contextlib import AbstractContextManager, ExitStack
 
 import pytest
 
+from rollout_service.config.engine import EngineConfig
 from rollout_service.engine.admission import (
     DECREASE,
     DECREASE_PERIOD_S,
@@ -15,9 +19,11 @@ from rollout_service.engine.admission import (
     SessionTurn,
 )
 from rollout_service.errors import KVCacheFull, Overloaded
-from rollout_service.protocol.rollout import Completion, Span
+from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from tests.support.clock import Clock
+from tests.support.virtual_time import run_in_virtual_time
 
 CAPACITY = 1000
 
@@ -46,6 +52,12 @@ def test_a_gateway_has_its_share_of_a_replica_that_another_one_fills():
     assert limit.by_origin() == {} and limit.running == 0
 
 
+def completion(tokens: int, finish_reason: str = "stop") -> Completion:
+    spans = (Span(version=1, start=0, end=tokens),) if tokens else ()
+    made = {"token_ids": (1,) * tokens, "logprobs": (-1.0,) * tokens, "spans": spans}
+    return Completion(index=0, finish_reason=finish_reason, **made)
+
+
 class Replica:
     """An admission with a clock, and the turns that a test begins and ends."""
 
@@ -68,10 +80,8 @@ class Replica:
 
     def end(self, session: str | None, tokens: int = 0, cached: int = 0, finish_reason: str = "stop") -> None:
         admitted, turn = self._running.pop(session)
-        spans = (Span(version=1, start=0, end=tokens),) if tokens else ()
-        made = {"token_ids": (1,) * tokens, "logprobs": (-1.0,) * tokens, "spans": spans}
         turn.note_cached(cached)
-        turn.end([Completion(index=0, finish_reason=finish_reason, **made)])
+        turn.end([completion(tokens, finish_reason)])
         admitted.__exit__(None, None, None)
 
     def turn(self, session: str | None, prompt: int, tokens: int = 0, cached: int = 0) -> None:
@@ -111,9 +121,9 @@ def test_a_returning_session_goes_before_younger_ones():
     for session in ("second", "third"):
         replica.turn(session, 300, 1)
         replica.clock.go_on(1.0)
-        replica.turn(session, 300, 1)
+        replica.turn(session, 300, 1, cached=250)  # of its own first turn
     assert not replica.refuses("second", 980)
-    replica.end("second", 1)
+    replica.end("second", 1, cached=300)
     assert replica.refuses("third", 300)  # second's memory is its own while its tool runs
 
 
@@ -145,6 +155,22 @@ def test_no_session_waits_if_tools_take_longer_than_computing_it():
     replica.clock.go_on(2.0)
     replica.begin("old", 900)
     assert not replica.refuses("new", 900)
+
+
+def test_waiting_for_memory_is_no_tool_time():
+    replica = replica_with_agents(tool_s=2.0)
+    replica.prefill_tokens_per_s = CAPACITY / 5
+    replica.turn("second", 200, 1)
+    replica.clock.go_on(2.0)
+    replica.begin("old", 900)
+    for _ in range(20):
+        assert replica.refuses("second", 201)
+        replica.clock.go_on(1.0)
+    replica.end("old", 1)
+    replica.clock.go_on(2.0)
+    replica.turn("old", 10, 1)
+    assert not replica.refuses("second", 201)
+    assert replica.refuses("new", 900)  # tools still take less than computing the cache
 
 
 def test_no_session_waits_if_turns_take_longer_than_computing_it():
@@ -207,7 +233,7 @@ def test_completions_count_as_long_as_they_were():
     for _ in range(2):
         replica.turn("talks", 100, 800)
         replica.clock.go_on(10.0)
-    replica.begin("talks", 900)
+    replica.begin("talks", 700)
     assert replica.refuses("new", 100)  # half of 800 tokens is expected beside the prompt
     replica.end("talks", 10)
 
@@ -246,3 +272,49 @@ def test_ended_calls_and_sessions_leave_no_record_in_the_sum():
         replica.turn(f"s{i}", 10, 1)
         replica.turn(None, 10, 1)
     assert not replica.admission._counted
+
+
+class ServedReplica:
+    """A replica for gateways, whose turns take a second."""
+
+    def __init__(self) -> None:
+        self.preemptions, self.prefill_tokens_per_s, self.decode_step_s = 0, CAPACITY / 5, 0.0
+        self.admission = SessionAdmission(CAPACITY, self, asyncio.get_running_loop().time)
+        self.refusals = Counter[str | None]()
+
+    async def generate(self, call: GenerateCall) -> Rollout:
+        try:
+            with self.admission.admit(call) as turn:
+                await asyncio.sleep(1.0)
+                turn.end([made := completion(10)])
+        except KVCacheFull as full:
+            self.refusals[call.session_id] += 1
+            raise KVCacheFull(full.message, {"replica_id": "r"}) from full
+        prompt = call.prompt_token_ids
+        return Rollout(request_id=call.request_id, prompt_token_ids=prompt, completions=(made,), replica_id="r")
+
+
+def test_two_gateways_starve_no_session_while_others_keep_coming():
+    ended = list[int]()
+
+    async def run_session(number: int, gateways: list[Dispatcher]) -> None:
+        await asyncio.sleep(number)  # more than the replica can serve
+        turns = random.Random(number)
+        for tokens in range(20, 140, 20):
+            call = GenerateCall(
+                request_id="r", prompt_token_ids=(1,) * tokens, sampling=Sampling(), session_id=f"{number}"
+            )
+            await turns.choice(gateways).complete(call)
+            await asyncio.sleep(turns.expovariate(1.0))
+        ended.append(number)
+
+    async def program() -> ServedReplica:
+        replica = ServedReplica()
+        gateways = [Dispatcher(replica, ingest=None, limits=EngineConfig()) for _ in range(2)]
+        await asyncio.gather(*(run_session(number, gateways) for number in range(40)))
+        return replica
+
+    refusals = run_in_virtual_time(program()).refusals
+    assert len(ended) == 40 and refusals.total() > 40
+    assert not any(refusals[f"{number}"] for number in range(5))
+    assert max(abs(number - place) for place, number in enumerate(ended)) < 8  # they end as they began
