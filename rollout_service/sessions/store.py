@@ -157,6 +157,11 @@ class SessionStore:
         """The bytes of all turns of all sessions."""
         return self._nbytes
 
+    @property
+    def num_open(self) -> int:
+        """The number of open sessions."""
+        return len(self._open)
+
     def _session(self, session_id: str) -> _Open:
         found, now = self._open.get(session_id), self._clock()
         if now - self._expired_at >= _EXPIRE_EVERY_S:

@@ -18,7 +18,7 @@ from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from tests.engine.test_engine import committed, running_engine
 
-pytestmark = pytest.mark.slow  # two minutes; tests/unit/engine/test_admission.py has the rules without an engine
+pytestmark = pytest.mark.slow  # two minutes; tests/unit/engine/test_session_simulation.py simulates the engine
 
 BLOCK, BLOCKS = 32, 48
 CAPACITY = BLOCK * BLOCKS

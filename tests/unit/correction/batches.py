@@ -8,22 +8,13 @@ from hypothesis import strategies as st
 
 from rollout_service.correction import Corrected, Correction, correct
 from rollout_service.correction import Rows as Given
-
-Pair = tuple[float, float]
-"""(trainer's logprob, rollout's logprob) of one token."""
-Rows = list[list[Pair]]
-"""One list per sequence, its sampled tokens only."""
+from tests.unit.correction.expected import Rows
 
 LOGPROB = st.floats(min_value=-40, max_value=0, width=32)
 ROWS = st.lists(st.lists(st.tuples(LOGPROB, LOGPROB), max_size=5), min_size=1, max_size=5).filter(any)
 UNUSABLE = st.sampled_from([math.nan, math.inf, -math.inf])
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def of_ratios(*ratios: list[float]) -> Rows:
-    """Sequences of tokens with these ratios π_trainer / π_rollout."""
-    return [[(math.log(ratio) - 10.0, -10.0) for ratio in row] for row in ratios]
 
 
 def padded(rows: Rows, padding: float = math.nan, extra: int = 0) -> Batch:

@@ -1,26 +1,28 @@
-"""The off-policy metrics that verl's record lacks, ``measure_mismatch``, and values that rounding or ``exp`` spoil."""
+"""verl's off-policy metrics, and k1 and k3 of ``measure_mismatch``, against plain Python."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given
 
 from rollout_service.correction import Mismatch, correct, measure_mismatch
-from tests.unit.correction.batches import Rows, padded
+from tests.unit.correction import expected
+from tests.unit.correction.batches import ROWS, padded
+from tests.unit.correction.expected import Rows
 
 
 def measured(rows: Rows) -> dict[str, float]:
     return {name.removeprefix("rollout_corr/"): value for name, value in correct(*padded(rows)).metrics.items()}
 
 
-def test_distances_are_over_the_tokens_of_all_sequences():
-    rows: Rows = [[(-1.0, -1.5), (-2.0, -1.0)], [], [(-3.0, -3.0)]]  # log-ratios 0.5, -1 and 0
-    found = measured(rows)
-    assert found["token_mult_prob_error"] == pytest.approx((math.exp(0.5) + math.e + 1) / 3)
-    assert found["rollout_train_logprobs_abs_diff_mean"] == pytest.approx(0.5)
-    assert found["rollout_train_logprobs_abs_diff_max"] == pytest.approx(1.0)
-    assert found["rollout_train_logprobs_abs_diff_std"] == pytest.approx(math.sqrt(1 / 6))
-    assert measure_mismatch(*padded(rows)) == Mismatch(k1=found["kl"], k3=found["k3_kl"], tokens=3)
+@given(rows=ROWS)
+def test_every_metric_follows_its_formula(rows):
+    found, wanted = measured(rows), expected.mismatch(rows)
+    assert found.keys() == wanted.keys()
+    assert found == {name: pytest.approx(value, rel=1e-9, abs=1e-9) for name, value in wanted.items()}
+    tokens = sum(map(len, rows))
+    assert measure_mismatch(*padded(rows)) == Mismatch(k1=found["kl"], k3=found["k3_kl"], tokens=tokens)
 
 
 def test_a_tiny_mismatch_is_not_lost_to_rounding():

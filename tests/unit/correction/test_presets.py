@@ -12,10 +12,16 @@ import torch
 from rollout_service.correction import PRESETS, Correction, ImportanceWeights, Rejection, Veto, correct, preset
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling_mask import pack
-from tests.unit.correction.batches import of_ratios, padded, unpadded
+from tests.unit.correction.batches import padded, unpadded
+from tests.unit.correction.expected import Rows
 from tests.unit.correction.test_published import FORMULAS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "correction.md").read_text()
+
+
+def of_ratios(*ratios: list[float]) -> Rows:
+    """Sequences of tokens with these ratios π_trainer / π_rollout."""
+    return [[(math.log(ratio) - 10.0, -10.0) for ratio in row] for row in ratios]
 
 
 TOKENS = [[0.4, 1.0, 1.9, 3.0, 6.0]]

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.correction import Correction, GammaWeights, correct, preset
-from tests.unit.correction.batches import Pair, Rows, flat, padded, unpadded
+from tests.unit.correction.batches import flat, padded, unpadded
+from tests.unit.correction.expected import Rows, binary_kl
 
 Advantages = list[list[float]]
-Row = list[Pair]
+Row = list[tuple[float, float]]
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -37,12 +38,6 @@ def ratios(row: Row) -> list[float]:
 
 def probabilities(row: Row) -> list[tuple[float, float]]:
     return [(math.exp(trainer), math.exp(rollout)) for trainer, rollout in row]
-
-
-def binary_kl(a: float, b: float) -> float:
-    """KL divergence of two Bernoulli distributions, their probabilities at least 1e-6 from 0 and 1."""
-    a, b = (min(max(value, 1e-6), 1 - 1e-6) for value in (a, b))
-    return max(a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)), 0.0)
 
 
 def per_sequence(weigh: Callable[[Row, list[float]], list[float]]) -> Callable[[Rows, Advantages], list[list[float]]]:

@@ -19,7 +19,8 @@ from rollout_service.correction import (
     correct,
     preset,
 )
-from tests.unit.correction.batches import ROWS, UNUSABLE, Rows, apply, flat, near, padded, ragged, unpadded
+from tests.unit.correction.batches import ROWS, UNUSABLE, apply, flat, near, padded, ragged, unpadded
+from tests.unit.correction.expected import Rows
 
 EVERYTHING = Correction(
     ImportanceWeights("sequence", upper=3.0, lower=0.1, batch_normalize=True),

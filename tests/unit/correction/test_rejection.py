@@ -1,53 +1,41 @@
-"""Which tokens and sequences a rejection takes out where verl's record has none: at bounds, absurd, and equal ones."""
+"""Which tokens and sequences a rejection takes out, and its metrics, against plain Python."""
 
 import math
+from typing import get_args
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from rollout_service.correction import Correction, Rejection, Veto, correct
-from tests.unit.correction.batches import Rows, of_ratios, padded, unpadded
+from rollout_service.correction.rejection import Statistic
+from tests.unit.correction import expected
+from tests.unit.correction.batches import ROWS, flat, near, padded, unpadded
+from tests.unit.correction.expected import Rows
 
-FAR_BINARY_KL = (1 - 2e-6) * math.log((1 - 1e-6) / 1e-6)
+STATISTICS = st.sampled_from(get_args(Statistic))
 
 
 def kept(rows: Rows, recipe: Correction) -> list[list[float]]:
     return unpadded(correct(*padded(rows), recipe).mask, rows)
 
 
-def metric(rows: Rows, recipe: Correction, name: str) -> float:
-    return correct(*padded(rows), recipe).metrics[f"rollout_corr/{name}"]
-
-
-@pytest.mark.parametrize(
-    ("statistic", "value"),
-    [
-        ("token_k1", -20.0),
-        ("token_k2", 200.0),
-        ("token_k3", math.exp(20) - 21),
-        ("token_m2", 900.0),
-        ("seq_mean_prob_diff", 1.0),
-        ("seq_mean_prob_error", math.exp(20)),
-        ("seq_mean_ratio_diff", math.exp(20) - 1),
-        ("token_binary_kl_both", FAR_BINARY_KL),
-    ],
-)
-def test_a_statistic_of_an_absurd_token_is_finite(statistic, value):
-    rows: Rows = [[(0.0, -30.0)]]
-    assert metric(rows, Correction(rejections=(Rejection(statistic, 1.0),)), f"rollout_rs_{statistic}_max") == (
-        pytest.approx(value)
+@given(rows=ROWS, statistic=STATISTICS, upper=st.floats(1.01, 50), lower=st.none() | st.floats(0.01, 1))
+def test_a_token_is_kept_iff_its_statistic_is_within_the_bounds(rows, statistic, upper, lower):
+    ratio = statistic.endswith("k1")
+    recipe = Rejection(statistic, upper, lower if ratio else None)
+    low = math.log(1 / upper if lower is None else lower) if ratio else 0.0
+    high = math.log(upper) if ratio else upper
+    wanted = expected.statistic(rows, statistic)
+    # Sums in another order may fall on the other side of a bound.
+    assume(
+        all(abs(value - bound) > 1e-9 * max(1, abs(bound)) for value in flat(wanted) for bound in (low or 1e9, high))
     )
-
-
-def test_an_upper_bound_of_a_ratio_alone_is_a_band():
-    recipe = Correction(rejections=(Rejection("token_k1", 2.0),))
-    rows = of_ratios([0.51, 1.9], [0.49, 2.1])
-    assert kept(rows, recipe) == [[True, True], [False, False]]
-    assert metric(rows, recipe, "rollout_rs_token_k1_fraction_low") == 0.25
-
-
-def test_equal_squares_are_rejected_together():
-    rows = of_ratios([math.e, 1.0], [math.e])  # the mean square of all three is 2/3, of the first two 1/2
-    assert kept(rows, Correction(rejections=(Rejection("token_m2", 0.6),))) == [[False, True], [False]]
+    assume(low == 0.0 or all(abs(value) > 1e-12 for value in flat(wanted) if value))
+    assert kept(rows, Correction(rejections=(recipe,))) == [[low <= value <= high for value in row] for row in wanted]
+    metrics = correct(*padded(rows), Correction(rejections=(recipe,))).metrics
+    of_rejection = expected.of_rejection(rows, statistic, low, high)
+    assert {name: metrics[f"rollout_corr/{name}"] for name in of_rejection} == near(of_rejection)
 
 
 @pytest.mark.parametrize(
@@ -59,15 +47,18 @@ def test_a_statistic_on_its_bound_is_kept(recipe):
     assert kept([[(on_the_bound - 4.5, -4.0)]], Correction(rejections=(recipe,))) == [[False]]
 
 
-@pytest.mark.parametrize(
-    ("veto", "sign"), [(Veto(1e-12), 1), (Veto(None, 1e12), -1), (Veto(1e-12, 1e12), 1), (Veto(1e-12, 1e12), -1)]
-)
-def test_one_token_outside_the_veto_drops_its_sequence(veto, sign):
-    rows = of_ratios([1e-11**sign, 1.0], [], [1e-13**sign, 1.0, 1.0])
-    recipe = Correction(veto=veto)
-    assert kept(rows, recipe) == [[True, True], [], [False, False, False]]
-    assert metric(rows, recipe, "rollout_is_catastrophic_token_fraction") == pytest.approx(1 / 5)
-    assert metric(rows, recipe, "rollout_is_veto_fraction") == pytest.approx(1 / 2)
+@given(rows=ROWS, lower=st.sampled_from([None, 1e-4, 1e-12]), upper=st.sampled_from([None, 100.0, 1e12]))
+def test_one_token_outside_the_veto_drops_its_sequence(rows, lower, upper):
+    assume(lower is not None or upper is not None)
+    low, high = math.log(lower or 1e-300), math.log(upper or 1e300)
+    outside = [[not low <= log <= high for log in expected.log_ratios(row)] for row in rows]
+    found = correct(*padded(rows), Correction(veto=Veto(lower, upper)))
+    assert unpadded(found.mask, rows) == [[not any(row)] * len(row) for row in outside]
+    tokens, sequences = flat(outside), [any(row) for row in outside if row]
+    assert found.metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == pytest.approx(
+        sum(tokens) / len(tokens)
+    )
+    assert found.metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(sum(sequences) / len(sequences))
 
 
 def test_padding_vetoes_nothing_even_where_equal_policies_would():

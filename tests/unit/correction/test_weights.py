@@ -1,9 +1,11 @@
-"""Importance weights and ``rollout_is_…`` where verl's record has none: by hand, at bounds, and all masked."""
+"""Importance weights and verl's ``rollout_is_…``, against the formulas written out in plain Python."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollout_service.correction import (
     Correction,
@@ -12,51 +14,42 @@ from rollout_service.correction import (
     correct,
     truncated_importance_weights,
 )
-from tests.unit.correction.batches import of_ratios, padded, unpadded
+from tests.unit.correction import expected
+from tests.unit.correction.batches import ROWS, near, padded, unpadded
 
+LEVELS = st.sampled_from(["token", "sequence", "geometric"])
+BOUNDS = st.sampled_from([(None, 2.0), (0.5, 5.0), (0.3, 0.7), (None, 1e12)])
 MASKED = ImportanceWeights("token", upper=2.0, lower=0.5, outside="mask", batch_normalize=True)
 
 
-def test_a_geometric_mean_weighs_all_tokens_of_its_sequence():
-    rows = of_ratios([4.0, 1.0], [9.0], [], [0.25, 0.25])  # geometric means 2, 9 and 0.25
-    recipe = ImportanceWeights("geometric", upper=3.0, batch_normalize=True)
-    found = correct(*padded(rows), Correction(recipe))
-    mean = (2 + 3 + 0.25) / 3
-    weights = [[2 / mean, 2 / mean], [3 / mean], [], [0.25 / mean, 0.25 / mean]]
-    assert unpadded(found.weights, rows) == [pytest.approx(row) for row in weights]
-    assert not found.weights[~found.mask].any()
-    metrics = {
-        "batch_norm_factor": mean,
-        "mean": 1.5,
-        "max": 9.0,
-        "min": 0.25,
-        "ratio_fraction_high": 1 / 3,
-        "ratio_fraction_low": 1 / 3,
-        "seq_mean": mean,
-        "seq_max": 3.0,
-        "seq_fraction_high": 1 / 3,
-        "seq_fraction_low": 1 / 3,
-    }
-    assert {name: found.metrics[f"rollout_corr/rollout_is_{name}"] for name in metrics} == pytest.approx(metrics)
+@given(rows=ROWS, level=LEVELS, bounds=BOUNDS, outside=st.sampled_from(["truncate", "mask"]))
+def test_weights_and_their_metrics_follow_the_formula(rows, level, bounds, outside):
+    lower, upper = bounds
+    found = correct(*padded(rows), Correction(ImportanceWeights(level, upper, lower, outside)))
+    wanted = expected.bounded_weights(rows, level, lower, upper, outside)
+    assert unpadded(found.weights, rows) == [pytest.approx(row, rel=1e-9, abs=1e-12) for row in wanted]
+    metrics = {name.removeprefix("rollout_corr/"): v for name, v in found.metrics.items() if "rollout_is" in name}
+    assert metrics == near(expected.of_weights(rows, level, lower, upper, outside))
 
 
-def test_ratios_are_truncated_to_both_bounds():
-    rows = of_ratios([0.4, 0.6, 0.8], [1.9, 2.1])
-    found = correct(*padded(rows), Correction(ImportanceWeights(upper=2.0, lower=0.5)))
-    assert unpadded(found.weights, rows) == [pytest.approx(row) for row in ([0.5, 0.6, 0.8], [1.9, 2.0])]
-    assert found.metrics["rollout_corr/rollout_is_ratio_fraction_low"] == 0.2
-    assert found.metrics["rollout_corr/rollout_is_seq_max"] == pytest.approx(1.95)
-    assert "rollout_corr/rollout_is_oob_ratio" not in found.metrics  # nothing is masked
+@given(rows=ROWS, cap=st.floats(min_value=0.1, max_value=10))
+def test_truncated_weights_are_those_of_tokens_with_a_cap(rows, cap):
+    found = unpadded(truncated_importance_weights(*padded(rows), cap=cap), rows)
+    wanted = expected.bounded_weights(rows, "token", None, cap, "truncate")
+    assert found == [pytest.approx(row) for row in wanted]
 
 
-def test_truncated_weights_are_those_of_tokens_with_a_cap():
-    rows = of_ratios([0.4, 3.0], [1.9])
-    assert unpadded(truncated_importance_weights(*padded(rows)), rows) == [
-        pytest.approx([0.4, 2.0]),
-        [pytest.approx(1.9)],
-    ]
-    absurd = truncated_importance_weights([[-1.0]], [[-31.0]], cap=1e12)
-    assert absurd.tolist() == [[pytest.approx(math.exp(20))]]
+@given(rows=ROWS, level=LEVELS)
+def test_normalized_weights_have_mean_one_and_report_the_factor(rows, level):
+    plain = correct(*padded(rows), Correction(ImportanceWeights(level, upper=2.0)))
+    found = correct(*padded(rows), Correction(ImportanceWeights(level, upper=2.0, batch_normalize=True)))
+    units = unpadded(found.weights, rows)
+    values = [w for row in units for w in row] if level == "token" else [row[0] for row in units if row]
+    factor = found.metrics["rollout_corr/rollout_is_batch_norm_factor"]
+    if factor != 1.0:
+        assert math.fsum(values) / len(values) == pytest.approx(1.0)
+    assert (found.weights * factor).tolist() == [pytest.approx(row) for row in plain.weights.tolist()]
+    assert plain.metrics.items() <= found.metrics.items()
 
 
 def test_weights_that_are_all_masked_are_not_divided_by_zero():

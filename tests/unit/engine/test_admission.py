@@ -1,13 +1,9 @@
 """How many sequences a replica holds, and which turns of sessions it admits, by the tokens of older sessions."""
 
-import asyncio
-import random
-from collections import Counter
 from contextlib import AbstractContextManager, ExitStack
 
 import pytest
 
-from rollout_service.config.engine import EngineConfig
 from rollout_service.engine.admission import (
     DECREASE,
     DECREASE_PERIOD_S,
@@ -19,11 +15,9 @@ from rollout_service.engine.admission import (
     SessionTurn,
 )
 from rollout_service.errors import KVCacheFull, Overloaded
-from rollout_service.fleet.dispatch import Dispatcher
-from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from tests.support.clock import Clock
-from tests.support.virtual_time import run_in_virtual_time
 
 CAPACITY = 1000
 
@@ -272,49 +266,3 @@ def test_ended_calls_and_sessions_leave_no_record_in_the_sum():
         replica.turn(f"s{i}", 10, 1)
         replica.turn(None, 10, 1)
     assert not replica.admission._counted
-
-
-class ServedReplica:
-    """A replica for gateways, whose turns take a second."""
-
-    def __init__(self) -> None:
-        self.preemptions, self.prefill_tokens_per_s, self.decode_step_s = 0, CAPACITY / 5, 0.0
-        self.admission = SessionAdmission(CAPACITY, self, asyncio.get_running_loop().time)
-        self.refusals = Counter[str | None]()
-
-    async def generate(self, call: GenerateCall) -> Rollout:
-        try:
-            with self.admission.admit(call) as turn:
-                await asyncio.sleep(1.0)
-                turn.end([made := completion(10)])
-        except KVCacheFull as full:
-            self.refusals[call.session_id] += 1
-            raise KVCacheFull(full.message, {"replica_id": "r"}) from full
-        prompt = call.prompt_token_ids
-        return Rollout(request_id=call.request_id, prompt_token_ids=prompt, completions=(made,), replica_id="r")
-
-
-def test_two_gateways_starve_no_session_while_others_keep_coming():
-    ended = list[int]()
-
-    async def run_session(number: int, gateways: list[Dispatcher]) -> None:
-        await asyncio.sleep(number)  # more than the replica can serve
-        turns = random.Random(number)
-        for tokens in range(20, 140, 20):
-            call = GenerateCall(
-                request_id="r", prompt_token_ids=(1,) * tokens, sampling=Sampling(), session_id=f"{number}"
-            )
-            await turns.choice(gateways).complete(call)
-            await asyncio.sleep(turns.expovariate(1.0))
-        ended.append(number)
-
-    async def program() -> ServedReplica:
-        replica = ServedReplica()
-        gateways = [Dispatcher(replica, ingest=None, limits=EngineConfig()) for _ in range(2)]
-        await asyncio.gather(*(run_session(number, gateways) for number in range(40)))
-        return replica
-
-    refusals = run_in_virtual_time(program()).refusals
-    assert len(ended) == 40 and refusals.total() > 40
-    assert not any(refusals[f"{number}"] for number in range(5))
-    assert max(abs(number - place) for place, number in enumerate(ended)) < 8  # they end as they began

@@ -12,104 +12,192 @@ import httpx
 import pytest
 
 from rollout_service.protocol.rollout import Candidate
-from tests.unit.gateway.fakes import http_to
+from rollout_service.protocol.sampling import Sampling
+from tests.unit.gateway.fakes import EchoEngine, http_to
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
 
 
-async def answered(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    reply = await http.post(path, json=body)
+async def answered(http: httpx.AsyncClient, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+    reply = await http.post(path, json=body, headers=headers)
     assert reply.status_code == 200, reply.text
     assert int(reply.headers["content-length"]) == len(reply.content)  # SkyRL parses no body without it
     return dict(reply.json())
 
 
-VERIFIERS: dict[str, Any] = {
-    "model": "tiny", "token_ids": [36, 37], "cache_salt": "7",
-    "sampling_params": {**PLAIN, "max_tokens": 8, "logprobs": 1, "stop_token_ids": [3], "skip_special_tokens": False,
-                        "routed_experts_prompt_start": 0},
-}  # fmt: skip
-IDS: dict[str, Any] = {**PLAIN, "prompt": [36, 37], "max_tokens": 8}
-TRL = {**IDS, "model": "tiny", "top_k": 0, "repetition_penalty": 1.0, "logprobs": 0, "return_token_ids": True}
-BODIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "verifiers 0.4.0 with renderers 0.1.12, which prime-rl trains with": (GENERATE, VERIFIERS),
-    "skyrl 0.4.0": (GENERATE, {
-        "model": "tiny", "token_ids": [36, 37], "features": None, "cache_salt": None,
-        "sampling_params": {**PLAIN, "min_tokens": 1, "max_tokens": 8, "top_k": -1, "min_p": 0.0, "logprobs": 1,
-                            "stop": None, "skip_special_tokens": True, "include_stop_str_in_output": True,
-                            "output_kind": 2},
-    }),
-    "the Tinker server of skyrl 0.4.0": (COMPLETIONS, {
-        **IDS, "model": "tiny", "n": 2, "seed": None, "logprobs": True, "return_token_ids": True,
-    }),
-    "trl 1.16.0, sync": (COMPLETIONS, {
-        **TRL, "prompt": [[36, 37]] * 2, "n": 2, "min_p": 0.0, "return_tokens_as_token_ids": True,
-    }),
-    "trl 1.16.0, async": (COMPLETIONS, {**TRL, "n": 1, "seed": 2**63 - 2**13, "min_p": None}),
-    "areal 1.0.4, its vLLM backend": (COMPLETIONS, {
-        **IDS, "top_k": 100_000_000, "stop_token_ids": [3], "ignore_eos": False, "skip_special_tokens": False,
-        "frequency_penalty": 0.0, "return_tokens_as_token_ids": True, "logprobs": 0, "use_beam_search": False,
-        "stream": False,
-    }),
-    "rllm-model-gateway 0.1.0": (COMPLETIONS, {
-        "model": "tiny", "prompt": ">?", "logprobs": True, "return_token_ids": True, "max_completion_tokens": 8,
-        "extra_body": {"return_token_ids": True},
-    }),
-}  # fmt: skip
+def sampled(engine: EchoEngine) -> Sampling:
+    [call] = engine.calls
+    return call.sampling
 
 
-@pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=BODIES)
-async def test_a_clients_request_is_answered(http, engine, path, body):
-    reply = await answered(http, path, body)
-    assert {call.cache_salt for call in engine.calls} == {body.get("cache_salt")}
-    assert reply["choices"]
-    for choice in reply["choices"]:
-        logprobs = choice["logprobs"]
-        rows = logprobs["content"] if path == GENERATE else ()
-        of_tokens = [row["logprob"] for row in rows] or logprobs["token_logprobs"]
-        assert of_tokens == [-0.5, -1.0]
-        if body.get("return_tokens_as_token_ids"):
-            assert logprobs["tokens"] == ["token_id:37", "token_id:36"]
-        else:
-            assert choice["token_ids"] == [37, 36]
+class TestVerifiers:
+    """verifiers 0.4.0 and renderers 0.1.12, which prime-rl trains with."""
+
+    BODY = {  # noqa: RUF012
+        "model": "tiny",
+        "token_ids": [36, 37],
+        "sampling_params": {
+            **PLAIN,
+            "max_tokens": 8,
+            "logprobs": 1,
+            "stop_token_ids": [3],
+            "skip_special_tokens": False,
+            "routed_experts_prompt_start": 0,
+        },
+        "cache_salt": "7",
+    }
+
+    async def test_its_request_is_answered(self, http, engine):
+        reply = await answered(
+            http, GENERATE, self.BODY, **{"X-Session-ID": "trace-1", "Authorization": "Bearer EMPTY"}
+        )
+        assert engine.calls[0].session_id == "trace-1" and engine.calls[0].cache_salt == "7"
+        choice = reply["choices"][0]
+        assert [each["token"] for each in choice["logprobs"]["content"]] == ["token_id:37", "token_id:36"]
+        assert choice["token_ids"] == [37, 36] and reply["request_id"] and reply["usage"]["completion_tokens"] == 2
+
+    async def test_its_next_clients_request_is_answered(self, services, engine):
+        """renderers 0.1.13.dev17: two candidates more than the top 20, and all logprobs as packed numbers."""
+        engine.top_logprobs = ((Candidate(5, -0.25, 1), Candidate(37, -0.5, 2)), (Candidate(36, -1.0, 1),))
+        sampling = {**self.BODY["sampling_params"], "logprobs": 22, "extra_args": {"prl_compact_logprobs": True}}
+        async with http_to(replace(services, max_logprobs=40)) as http:
+            reply = await http.post(GENERATE, json={**self.BODY, "sampling_params": sampling})
+            assert b'"compact_logprobs":{"data":"' in reply.content  # the client cuts it out of the bytes
+            choice = reply.json()["choices"][0]
+            packed = choice["compact_logprobs"]
+            assert (packed["format"], packed["offsets"], packed["num_top_logprobs"]) == ("u32-f32-le-v1", [0, 2, 3], 22)
+            numbers = struct.unpack("<3I3f", base64.b64decode(packed["data"], validate=True))
+            assert numbers == (37, 5, 36, -0.5, -0.25, -1.0) and choice["logprobs"] is None
+            assert choice["token_ids"] == [37, 36] and sampled(engine).logprobs == 22
+            reply = await http.post(GENERATE, json={**self.BODY, "sampling_params": sampling, "stream": True})
+            assert reply.status_code == 422 and "prl_compact_logprobs" in reply.text
 
 
-async def test_verifiers_next_client_has_packed_logprobs(services, engine):
-    """renderers 0.1.13.dev17: two candidates more than the top 20, and all logprobs as packed numbers."""
-    engine.top_logprobs = ((Candidate(5, -0.25, 1), Candidate(37, -0.5, 2)), (Candidate(36, -1.0, 1),))
-    sampling = {**VERIFIERS["sampling_params"], "logprobs": 22, "extra_args": {"prl_compact_logprobs": True}}
-    async with http_to(replace(services, max_logprobs=40)) as http:
-        reply = await http.post(GENERATE, json={**VERIFIERS, "sampling_params": sampling})
-        assert b'"compact_logprobs":{"data":"' in reply.content  # the client cuts it out of the bytes
-        choice = reply.json()["choices"][0]
-        packed = choice["compact_logprobs"]
-        assert (packed["format"], packed["offsets"], packed["num_top_logprobs"]) == ("u32-f32-le-v1", [0, 2, 3], 22)
-        numbers = struct.unpack("<3I3f", base64.b64decode(packed["data"], validate=True))
-        assert numbers == (37, 5, 36, -0.5, -0.25, -1.0) and choice["logprobs"] is None
-        assert choice["token_ids"] == [37, 36] and engine.calls[0].sampling.logprobs == 22
-        reply = await http.post(GENERATE, json={**VERIFIERS, "sampling_params": sampling, "stream": True})
-        assert reply.status_code == 422 and "prl_compact_logprobs" in reply.text
+class TestSkyRL:
+    """skyrl 0.4.0: its own client, and the one of its Tinker server."""
+
+    async def test_a_request_with_nulls_is_answered(self, http, engine):
+        sampling = {
+            **PLAIN,
+            "min_tokens": 1,
+            "skip_special_tokens": True,
+            "include_stop_str_in_output": True,
+            "max_tokens": 8,
+            "top_k": -1,
+            "min_p": 0.0,
+            "logprobs": 1,
+            "stop": None,
+            "output_kind": 2,
+        }
+        body = {
+            "sampling_params": sampling,
+            "model": "tiny",
+            "token_ids": [36, 37],
+            "features": None,
+            "cache_salt": None,
+        }
+        reply = await answered(http, GENERATE, body)
+        assert [each["logprob"] for each in reply["choices"][0]["logprobs"]["content"]] == [-0.5, -1.0]
+        assert sampled(engine).include_stop_str_in_output and sampled(engine).stop == ()
+
+    async def test_its_tinker_servers_request_is_answered(self, http):
+        body = {**PLAIN, "model": "tiny", "prompt": [36, 37], "n": 2, "max_tokens": 8, "seed": None, "logprobs": True}
+        reply = await answered(http, COMPLETIONS, {**body, "return_token_ids": True})
+        for choice in reply["choices"]:
+            assert choice["token_ids"] == [37, 36] and choice["logprobs"]["token_logprobs"] == [-0.5, -1.0]
 
 
-@pytest.mark.parametrize("times", [{"prompt": [[36, 37]] * 3}, {"prompt": [[36] * 6]}, {"n": 3}])
-async def test_prompt_logprobs_of_trls_distillation_are_bounded(http, engine, monkeypatch, times):
+class TestTRL:
     """trl 1.16.0."""
-    monkeypatch.setattr("rollout_service.gateway.prompts.MAX_PROMPT_LOGPROBS", 10)
-    engine.prompt_logprobs = (None, (Candidate(37, -2.0, 3), Candidate(5, -0.25, 1)))
-    body = {"model": "tiny", "prompt": [[36, 37]], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
-    reply = await answered(http, COMPLETIONS, body)
-    of_second = {"37": {"logprob": -2.0, "rank": 3}, "5": {"logprob": -0.25, "rank": 1}}
-    assert reply["choices"][0]["prompt_logprobs"] == [None, of_second]
-    refused = await http.post(COMPLETIONS, json={**body, **times})
-    assert refused.status_code == 422 and "12 logprobs are more than the 10" in refused.text
-    assert [call.sampling.prompt_logprobs for call in engine.calls] == [1]
+
+    async def test_the_sync_trainers_request_is_answered(self, http):
+        body = {
+            **PLAIN,
+            "model": "tiny",
+            "prompt": [[36, 37], [38]],
+            "n": 2,
+            "repetition_penalty": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "max_tokens": 8,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        reply = await answered(http, COMPLETIONS, body)
+        assert len(reply["choices"]) == 4
+        for choice in reply["choices"]:
+            logprobs = choice["logprobs"]
+            tokens = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+            for token, logprob, top in tokens:
+                assert top[token] == logprob
+            assert choice["prompt_token_ids"]
+
+    async def test_the_async_trainers_request_is_answered(self, http, engine):
+        body = {**PLAIN, "model": "tiny", "prompt": [36, 37], "max_tokens": 8, "top_k": 0, "repetition_penalty": 1.0}
+        seed = 2**63 - 2**13
+        reply = await answered(
+            http, COMPLETIONS, {**body, "n": 1, "return_token_ids": True, "logprobs": 0, "seed": seed, "min_p": None}
+        )
+        assert reply["choices"][0]["token_ids"] == [37, 36] and sampled(engine).seed == seed
+
+    async def test_distillation_asks_for_the_prompts_logprobs(self, http, engine):
+        engine.prompt_logprobs = (None, (Candidate(37, -2.0, 3), Candidate(5, -0.25, 1)))
+        body = {"model": "tiny", "prompt": [[36, 37]], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
+        reply = await answered(http, COMPLETIONS, body)
+        assert reply["choices"][0]["prompt_logprobs"] == [
+            None,
+            {"37": {"logprob": -2.0, "rank": 3}, "5": {"logprob": -0.25, "rank": 1}},
+        ]
+        assert sampled(engine).prompt_logprobs == 1
+
+    @pytest.mark.parametrize("times", [{"prompt": [[36, 37]] * 3}, {"prompt": [[36] * 6]}, {"n": 3}])
+    async def test_more_prompt_logprobs_than_fit_a_reply_are_refused(self, http, engine, monkeypatch, times):
+        monkeypatch.setattr("rollout_service.gateway.prompts.MAX_PROMPT_LOGPROBS", 10)
+        body = {"model": "tiny", "prompt": [[36, 37]], "prompt_logprobs": 1}
+        await answered(http, COMPLETIONS, body)
+        refused = await http.post(COMPLETIONS, json={**body, **times})
+        assert refused.status_code == 422 and "12 logprobs are more than the 10" in refused.text
+        assert len(engine.calls) == 1
 
 
-async def test_what_an_extra_body_alone_says_is_refused(http):
-    for extra in ({"top_k": 5}, {"model": "other"}, "top_k"):
-        reply = await http.post(COMPLETIONS, json={"model": "tiny", "prompt": "ab", "extra_body": extra})
-        assert reply.status_code == 422 and "extra_body" in reply.json()["error"]["message"], reply.text
+class TestAReaL:
+    """areal 1.0.4, its vLLM backend."""
+
+    async def test_its_request_names_no_model(self, http, engine):
+        body = {
+            **PLAIN,
+            "prompt": [36, 37],
+            "top_k": 100_000_000,
+            "max_tokens": 8,
+            "stop_token_ids": [3],
+            "ignore_eos": False,
+            "skip_special_tokens": False,
+            "frequency_penalty": 0.0,
+            "return_tokens_as_token_ids": True,
+            "logprobs": 0,
+            "use_beam_search": False,
+            "stream": False,
+        }
+        reply = await answered(http, COMPLETIONS, body)
+        assert reply["choices"][0]["logprobs"]["tokens"] == ["token_id:37", "token_id:36"]
+        assert not sampled(engine).skip_special_tokens
+
+
+class TestRLLM:
+    """rllm-model-gateway 0.1.0, for completions."""
+
+    async def test_its_request_is_answered(self, http, engine):
+        body = {"model": "tiny", "prompt": "ab", "logprobs": True, "return_token_ids": True, "max_completion_tokens": 9}
+        reply = await answered(http, COMPLETIONS, {**body, "extra_body": {"return_token_ids": True}})
+        assert sampled(engine).max_tokens == 9
+        assert reply["choices"][0]["token_ids"] and reply["choices"][0]["logprobs"]["token_logprobs"]
+
+    async def test_what_an_extra_body_alone_says_is_refused(self, http):
+        for extra in ({"top_k": 5}, {"model": "other"}, "top_k"):
+            reply = await http.post(COMPLETIONS, json={"model": "tiny", "prompt": "ab", "extra_body": extra})
+            assert reply.status_code == 422 and "extra_body" in reply.json()["error"]["message"], reply.text
 
 
 class TestCandidates:

@@ -273,7 +273,9 @@ class TestPausing:
         await a.fall_asleep()
         await trainer.upload(1, weights)
         await ingest.commit(1, CommitUpload(mode="wait"))
+        before = await told(ingest)
         await asyncio.wait_for(ingest.drop_kv_cache(LONG_S), LONG_S)
+        assert await told(ingest) == before and before.version == 1
 
     async def test_dropping_the_cache_leaves_no_pause_behind(self, ingest, log):
         await ingest.report(replica("deaf", 0))

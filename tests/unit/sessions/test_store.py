@@ -83,6 +83,7 @@ async def test_a_session_ends_when_nothing_was_said_for_its_time():
     with pytest.raises(NotFound, match="no session s: it was deleted, or ttl_s passed"):
         await sessions.get("s")
     await sessions.open(OpenSession(session_id="s"))
+    assert sessions.num_open == 1
 
 
 async def test_a_closed_session_is_gone_and_its_bytes_are_free():
@@ -145,17 +146,13 @@ async def test_turns_of_expired_sessions_make_room():
     await sessions.add("old", [USER], None, [turn("ab")])
     clock.go_on(10.5)
     await sessions.add("s", [USER], None, [turn("ab")])
-
-
-async def test_any_call_drops_what_has_expired():
-    clock = Clock()
-    sessions = SessionStore(clock.monotonic)
-    await sessions.open(OpenSession(session_id="old", ttl_s=10.0))
-    await sessions.open(OpenSession(session_id="s"))
-    await sessions.add("old", [USER], None, [turn("ab")])
-    clock.go_on(11.0)
+    assert sessions.num_open == 1
+    clock.go_on(3600.0)
     await sessions.get("s")
-    assert sessions.nbytes == 0
+    await sessions.open(OpenSession(session_id="t", ttl_s=10.0))
+    clock.go_on(11.0)
+    await sessions.get("s")  # any call drops what has expired
+    assert sessions.num_open == 1
 
 
 def test_sessions_expire_though_no_call_comes():
@@ -165,12 +162,11 @@ def test_sessions_expire_though_no_call_comes():
             await sessions.open(OpenSession(session_id=name, ttl_s=ttl_s))
             await sessions.add(name, [USER], None, [turn("ab")])
         for num_open in (2, 1, 0):
-            assert sessions.nbytes == num_open * turn("ab").nbytes
+            assert (sessions.num_open, sessions.nbytes) == (num_open, num_open * turn("ab").nbytes)
             await asyncio.sleep(61.0)
-        await sessions.open(OpenSession(session_id="u", ttl_s=10.0))
-        await sessions.add("u", [USER], None, [turn("ab")])
+        await sessions.open(OpenSession(ttl_s=10.0))
         await asyncio.sleep(61.0)
-        assert sessions.nbytes == 0
+        assert sessions.num_open == 0
 
     run_in_virtual_time(program())
 
