@@ -31,9 +31,11 @@ dashboards-check: setup ## every panel and alert against a real Prometheus and a
 reference: setup ## write docs/settings.md, docs/http.md and docs/metrics.md anew from the code
 	@$(PYTHON_VENV) -m scripts.reference --write
 
-# tests run beside each other: threads that spin while they wait, and engines that vLLM binds to one core, cost minutes
+# tests run beside each other: threads that spin while they wait, engines that vLLM binds to one core, and processes
+# for workers that import vLLM once more cost minutes
 test test-unit test-live test-slow: export OMP_NUM_THREADS := 1
 test test-unit test-live test-slow: export VLLM_CPU_OMP_THREADS_BIND := nobind
+test test-unit test-live test-slow: export VLLM_ENABLE_V1_MULTIPROCESSING := 0
 # Ray runs its workers, and with them engines, at a niceness of 15: beside tests a service would start for ten minutes
 test test-live test-slow: export RAY_worker_niceness := 0
 # each worker collects all tests: compiled anew, as images for containers ask for, that is a third of its time

@@ -11,6 +11,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.runtime.logs import TELL_VLLM
 
 _RAYS_OWN = re.compile("(CUDA|HIP|ROCR)_VISIBLE_DEVICES|RAY_.*")
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -46,15 +47,20 @@ def engine_environment(config: ServiceConfig) -> dict[str, str]:
             raise ValueError(f"engine.env.{name} is not taken: the service sets it to {owned[name]!r}")
         if _RAYS_OWN.fullmatch(name):
             raise ValueError(f"engine.env.{name} is not taken: Ray sets it, see scaling.num_gpus and scaling.resources")
-    return _threads(config) | config.engine.env | owned
+    return _cpu_processes(config) | config.engine.env | owned
 
 
-def _threads(config: ServiceConfig) -> dict[str, str]:
-    """Return the threads of a CPU engine that shares its machine: unbound, as many as the CPUs that Ray reserves.
+def _cpu_processes(config: ServiceConfig) -> dict[str, str]:
+    """Return how a CPU engine that shares its machine runs: unbound, with as many threads as Ray reserves CPUs, and
+    with its one worker in the engine core's process, as on a GPU.
 
-    vLLM 0.32 binds each engine of a machine to the same cores. Ray sets ``OMP_NUM_THREADS``.
+    vLLM 0.32 binds each engine of a machine to the same cores. Ray sets ``OMP_NUM_THREADS``. A process of its own for
+    the worker, which binding needs, imports vLLM once more: 10 s of each start on two cores.
     """
     alone = config.scaling.max_replicas + config.scaling.pinned_replicas == 1
-    # on a GPU the variable would only change the key of torch.compile's cache, so that another fleet size would
+    # on a GPU the variables would only change the key of torch.compile's cache, so that another fleet size would
     # recompile
-    return {} if alone or not is_vllm_for_cpu() else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if alone or not is_vllm_for_cpu() or _BINDING in config.engine.env:
+        return {}
+    one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if config.engine.tensor_parallel_size == 1 else {}
+    return {_BINDING: "nobind"} | one_process

@@ -27,10 +27,10 @@ EASED_S = 10.0
 
 
 def test_engines_are_not_bound_to_the_same_core(service):
-    workers = descendants("VLLM::Worker")
-    assert len(workers) == 2
-    for worker in workers:
-        assert worker.cpu_affinity() == psutil.Process().cpu_affinity()
+    engines = descendants("VLLM::EngineCore")
+    assert len(engines) == 2
+    for engine in engines:
+        assert engine.cpu_affinity() == psutil.Process().cpu_affinity()
 
 
 async def test_a_kill_loses_no_request_and_its_successor_is_up_to_date(service, client, telltale):

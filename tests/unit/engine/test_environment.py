@@ -9,6 +9,7 @@ from rollout_service.engine import environment
 from rollout_service.engine.environment import engine_environment
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
+OWN_WORKER = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 def of(replicas: int = 1, **engine: object) -> dict[str, str]:
@@ -24,6 +25,12 @@ def test_any_fleet_on_gpus_shares_one_compile_cache(monkeypatch):
 def test_cpu_engines_that_share_a_machine_are_not_bound():
     assert BIND not in of(1) and of(2)[BIND] == "nobind"
     assert of(2, env={BIND: "2-5"})[BIND] == "2-5"
+
+
+def test_only_unbound_cpu_engines_of_one_rank_have_no_process_for_their_worker():
+    assert OWN_WORKER not in of(1) and of(2)[OWN_WORKER] == "0"
+    assert OWN_WORKER not in of(2, tensor_parallel_size=2) and OWN_WORKER not in of(2, env={BIND: "2-5"})
+    assert of(2, env={OWN_WORKER: "1"})[OWN_WORKER] == "1"
 
 
 def test_variables_reach_the_engines_processes():
