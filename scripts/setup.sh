@@ -89,8 +89,9 @@ fail() {
   die "$1"
 }
 
+# pip compiles on one core; compile_packages does it on all.
 pip_install() {
-  $VENV/bin/python -m pip --no-input --disable-pip-version-check install --no-deps "$@" >>$LOG 2>&1
+  $VENV/bin/python -m pip --no-input --disable-pip-version-check install --no-deps --no-compile "$@" >>$LOG 2>&1
 }
 
 install_pins() {
@@ -100,6 +101,11 @@ install_pins() {
     pip_install -r "$requirements" --extra-index-url $TORCH_CPU_INDEX && return
   fi
   fail "pip could not install $requirements"
+}
+
+# Fails for files that are no Python, such as templates; what is not compiled here is compiled when it is imported.
+compile_packages() {
+  $VENV/bin/python -m compileall -q -j 0 $VENV/lib >>$LOG 2>&1 || true
 }
 
 # Names of the packages in list $1, in the spelling that pip compares by.
@@ -141,6 +147,7 @@ main() {
   install_pins
   say "installing this project (editable)"
   pip_install --no-build-isolation -e . || fail "pip could not install this project"
+  compile_packages
   $VENV/bin/python -c 'import ray, rollout_service, torch, vllm' >>$LOG 2>&1 || fail "installed, but it does not import"
   cp "$requirements" $INSTALLED
   { identity; pins_digest; } >$STAMP

@@ -19,6 +19,7 @@ from benchmarks.common.paths import CPU_DEPLOYMENT
 from benchmarks.faults.update_marker import marked_updates
 from rollout_service.client import RolloutClient
 from rollout_service.client._http import error_of
+from rollout_service.engine.environment import engine_environment
 from rollout_service.errors import RolloutServiceError
 from rollout_service.local import LocalService, running_service
 from rollout_service.protocol.fleet import Fleet
@@ -31,6 +32,7 @@ CONCURRENCY, EASED = 16, 4
 PROMPT, MAX_TOKENS = [5, 6, 7, 8], 48
 SESSION_PROMPT, TURNS = 10 * PROMPT, 6
 REPLICAS = 2
+OWN_WORKER = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: vLLM's worker lives in the engine core's process
 PROCESSES = {  # what can be killed → how its process is called
     "vllm worker": "VLLM::Worker",
     "engine core": "VLLM::EngineCore",
@@ -239,6 +241,8 @@ class Ground:
     def _whole(self) -> bool:
         """Return True if every kind of process runs, and none of those that were killed."""
         wanted = {kind: self.replicas if kind in ENGINE_PROCESSES else 1 for kind in PROCESSES}
+        if engine_environment(self.service.config).get(OWN_WORKER) == "0":
+            wanted["vllm worker"] = 0
         wanted["gateway"] = self.service.config.scaling.gateways
         running = {kind: {process.pid for process in descendants(PROCESSES[kind])} for kind in PROCESSES}
         return all(len(running[kind]) == wanted[kind] and not running[kind] & self.gone for kind in PROCESSES)
@@ -268,7 +272,8 @@ def settings(folder: Path, replicas: int) -> dict[str, dict[str, Any]]:
     """Return what differs from the shipped CPU deployment: model and log below ``folder``, small parts."""
     return {
         "model": {"path": folder / "tiny-qwen3"},
-        "engine": {"admission_limit": 256},
+        # with a worker that can be killed: engines that share a machine's CPUs have none of their own
+        "engine": {"admission_limit": 256, "env": {OWN_WORKER: "1"}},
         "scaling": {"min_replicas": replicas, "max_replicas": replicas},
         "weights": {"root": folder / "log", "part_bytes": 256 << 10, "poll_s": 1.0, "dead_after_s": 5.0},
     }
