@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
-from rollout_service.client._http import Http, Repeat, http_timeout, parse
+from rollout_service.client._http import Http, Repeat, parse
 from rollout_service.client._tensors import TensorThread
 from rollout_service.errors import InvalidRequest
 from rollout_service.protocol.adapters import (
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 _PARALLEL_PARTS = 4
-_MARGIN_S = 60.0
-"""Time in seconds that the commit's reply may take beyond ``timeout_s``."""
 
 
 class AdapterCalls:
@@ -102,7 +100,7 @@ class AdapterCalls:
                 timeout_s=timeout_s,
                 digest=upload.digest,
             )
-            return await self._commit(route, commit)
+            return await self._commit(name, commit)
 
         return run()
 
@@ -137,22 +135,21 @@ class AdapterCalls:
             LogCorrupt: The version's files are damaged.
             CommitTimeout: See ``push_adapter``.
         """
-        return await self._commit(_route(name), CommitAdapter(rollback_to=to, wait=wait, timeout_s=timeout_s))
+        return await self._commit(name, CommitAdapter(rollback_to=to, wait=wait, timeout_s=timeout_s))
 
-    async def _commit(self, route: str, commit: CommitAdapter) -> AdapterStatus:
-        reply = await self._control.send(
-            "POST",
-            f"{route}/commit",
-            json=commit.model_dump(mode="json", exclude_none=True),
-            repeat=Repeat.IDEMPOTENT,
-            timeout=http_timeout(commit.timeout_s + _MARGIN_S),
+    async def _commit(self, name: str, commit: CommitAdapter) -> AdapterStatus:
+        return await self._control.commit(
+            AdapterStatus,
+            f"{_route(name)}/commit",
+            commit.model_dump(mode="json", exclude_none=True),
+            timeout_s=commit.timeout_s,
+            what=f"the commit of adapter {name}",
+            instead="GET /v1/adapters tells whether it is committed",
         )
-        return parse(AdapterStatus, reply)
 
     async def adapters(self) -> list[AdapterStatus]:
         """Return all adapter versions that the service keeps, oldest first."""
-        reply = await self._control.send("GET", "/v1/adapters", repeat=Repeat.IDEMPOTENT)
-        return list(parse(Adapters, reply).adapters)
+        return list((await self._control.read(Adapters, "/v1/adapters")).adapters)
 
     async def remove_adapter(self, name: str) -> None:
         """Remove all versions of an adapter. Running rollouts finish. Raises NotFound."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 import httpx
@@ -34,7 +33,6 @@ from rollout_service.client._push import (
     Quantize,
     Transport,
     announcement,
-    named_scales,
     require_push_options,
 )
 from rollout_service.client._sessions import AgentSession
@@ -100,27 +98,12 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
             max_connections = affordable_connections(max_connections)
         tls = None if ca_file is None else tls_context(ca_file)
         pinned = PinnedCertificates()
-
-        def pool(
-            num_connections: int,
-            read_timeout_s: float | None,
-            token: str | None = token,
-            tls: ssl.SSLContext | None = tls,
-        ) -> Http:
-            return Http(
-                url,
-                token=token,
-                retries=retries,
-                max_connections=num_connections,
-                read_timeout_s=read_timeout_s,
-                transport=transport,
-                tls=tls,
-            )
-
-        super().__init__(pool(CONTROL_CONNECTIONS, CONTROL_READ_S))
+        pool = partial(Http, url, retries=retries, transport=transport)
+        control = partial(pool, max_connections=CONTROL_CONNECTIONS, read_timeout_s=CONTROL_READ_S)
+        super().__init__(control(token=token, tls=tls))
         self._max_connections = max_connections
-        self._data = pool(max_connections, timeout_s)
-        self._parts = pool(CONTROL_CONNECTIONS, CONTROL_READ_S, token=None, tls=pinned.context)
+        self._data = pool(max_connections=max_connections, read_timeout_s=timeout_s, token=token, tls=tls)
+        self._parts = control(token=None, tls=pinned.context)
         self._uploader = Uploader(self._control, self._parts, pinned, plain=transport is None)
         self._deltas: DeltaPushes | None = None
         self._table: tuple[UploadTensor, ...] = ()
@@ -129,9 +112,7 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -433,7 +414,7 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
         # matters.
         require_push_options(quantize, transport, parallel_parts)
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
-        thread, scales = TensorThread(), named_scales(kv_scales)
+        thread, scales = TensorThread(), None if kv_scales is None else kv_scales.named()
 
         async def run() -> WeightStatus | None:
             try:
@@ -485,7 +466,7 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
         VersionConflict as ``push_weights``.
         """
         source = PathSource(path=Path(path).absolute())
-        scales = named_scales(kv_scales)
+        scales = None if kv_scales is None else kv_scales.named()
         plan = await self._uploader.begin(announcement(version, source=source, kv_scales=scales, label=label))
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s, upload_digest=plan.upload_digest)
         return await self._uploader.commit(plan.version, commit)

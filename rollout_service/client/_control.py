@@ -6,7 +6,7 @@ from typing import overload
 import httpx
 from pydantic import BaseModel
 
-from rollout_service.client._http import Http, Repeat, http_timeout, parse
+from rollout_service.client._http import Http, Repeat, http_timeout
 from rollout_service.errors import CommitTimeout, NotFound, RolloutServiceError
 from rollout_service.protocol.fleet import Fleet, PauseMode
 from rollout_service.protocol.upload import TrainerRecipe
@@ -49,7 +49,7 @@ class ControlCalls:
 
     async def recipe(self) -> TrainerRecipe:
         """Return the service's storage format of each tensor, for ``rollout_service.quant.fake_quant``."""
-        return parse(TrainerRecipe, await self._control.send("GET", "/v1/weights/recipe", repeat=Repeat.IDEMPOTENT))
+        return await self._control.read(TrainerRecipe, "/v1/weights/recipe")
 
     @overload
     async def weights(self, version: int) -> WeightStatus: ...
@@ -60,9 +60,8 @@ class ControlCalls:
     async def weights(self, version: int | None = None) -> WeightStatus | list[WeightStatus]:
         """Return the state of one weight version, or of all versions that the service keeps. Raises NotFound."""
         if version is None:
-            reply = await self._control.send("GET", "/v1/weights", repeat=Repeat.IDEMPOTENT)
-            return parse(_Versions, reply).versions
-        return parse(WeightStatus, await self._control.send("GET", f"/v1/weights/{version}", repeat=Repeat.IDEMPOTENT))
+            return (await self._control.read(_Versions, "/v1/weights")).versions
+        return await self._control.read(WeightStatus, f"/v1/weights/{version}")
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling on every replica. ``wait`` lets running rollouts finish first, ``abort`` ends them.
@@ -70,19 +69,15 @@ class ControlCalls:
         A pause replaces an earlier pause with another mode. Raises Overtaken if another pause or a resume arrives
         before every replica has paused. Raises NotReady after ten minutes.
         """
-        patience = http_timeout(PAUSE_READ_S)
-        await self._control.send(
-            "POST", "/pause", params={"mode": mode}, repeat=Repeat.IF_NOT_ACCEPTED, timeout=patience
-        )
+        await self._switch("/pause", mode=mode)
 
     async def resume(self) -> None:
         """Resume sampling, even if a pause still waits for running rollouts. Raises the errors of ``pause``."""
-        patience = http_timeout(PAUSE_READ_S)
-        await self._control.send("POST", "/resume", repeat=Repeat.IF_NOT_ACCEPTED, timeout=patience)
+        await self._switch("/resume")
 
     async def is_paused(self) -> bool:
         """Return True if the fleet is paused."""
-        return parse(_Paused, await self._control.send("GET", "/is_paused", repeat=Repeat.IDEMPOTENT)).is_paused
+        return (await self._control.read(_Paused, "/is_paused")).is_paused
 
     async def sleep(self, mode: PauseMode = "abort") -> None:
         """Release the GPU memory of every engine. ``mode`` decides the fate of running rollouts, as for ``pause``.
@@ -90,32 +85,24 @@ class ControlCalls:
         Requests wait until ``wake_up``; versions may be pushed meanwhile. Raises InvalidRequest if
         ``engine.enable_sleep_mode`` is not set, and the errors of ``pause``.
         """
-        await self._control.send(
-            "POST",
-            "/sleep",
-            params={"level": "2", "mode": mode},
-            repeat=Repeat.IF_NOT_ACCEPTED,
-            timeout=http_timeout(PAUSE_READ_S),
-        )
+        await self._switch("/sleep", level="2", mode=mode)
 
     async def wake_up(self) -> None:
         """Reallocate the GPU memory of every engine, and return when all serve the newest version. Raises as
         ``sleep``."""
-        await self._control.send("POST", "/wake_up", repeat=Repeat.IF_NOT_ACCEPTED, timeout=http_timeout(PAUSE_READ_S))
+        await self._switch("/wake_up")
 
     async def is_sleeping(self) -> bool:
         """Return True if every engine is asleep."""
-        reply = await self._control.send("GET", "/is_sleeping", repeat=Repeat.IDEMPOTENT)
-        return parse(_Sleeping, reply).is_sleeping
+        return (await self._control.read(_Sleeping, "/is_sleeping")).is_sleeping
 
     async def fleet(self) -> Fleet:
         """Return the live replicas, with the version and the load of each."""
-        return parse(Fleet, await self._control.send("GET", "/v1/fleet", repeat=Repeat.IDEMPOTENT))
+        return await self._control.read(Fleet, "/v1/fleet")
 
     async def models(self) -> list[str]:
         """Return the names of the served models."""
-        reply = await self._control.send("GET", "/v1/models", repeat=Repeat.IDEMPOTENT)
-        return [model.id for model in parse(_Models, reply).data]
+        return [model.id for model in (await self._control.read(_Models, "/v1/models")).data]
 
     async def health(self) -> bool:
         """Return True if the service is ready. Makes one attempt; returns False if nothing answers."""
@@ -128,6 +115,12 @@ class ControlCalls:
                 raise
             return False
         return True
+
+    async def _switch(self, route: str, **params: str) -> None:
+        """Change the state of all engines. Not repeated after a lost reply, because a later change may have come."""
+        await self._control.send(
+            "POST", route, params=params, repeat=Repeat.IF_NOT_ACCEPTED, timeout=http_timeout(PAUSE_READ_S)
+        )
 
 
 class _Versions(BaseModel):

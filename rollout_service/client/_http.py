@@ -30,6 +30,8 @@ logger = logging.getLogger("rollout_service.client")
 CONNECT_S = 10.0
 WRITE_S = 60.0
 RETRY_STATUS = frozenset({429, 502, 503, 504})
+COMMIT_GRACE_S = 120.0
+"""Extra seconds for a commit, which converts and syncs the rest before it starts to wait for replicas."""
 MAX_RETRY_AFTER_S = 60.0
 """Maximum wait in seconds, even if the service asks for a longer one."""
 
@@ -140,6 +142,30 @@ class Http:
             raise error_of(response)
         return response
 
+    async def read(self, kind: type[Model], url: str, params: Mapping[str, str] | None = None) -> Model:
+        """Return the reply to a GET as ``kind``. Raises RolloutServiceError if the reply does not match."""
+        return parse(kind, await self.send("GET", url, params=params, repeat=Repeat.IDEMPOTENT))
+
+    async def commit(
+        self, kind: type[Model], route: str, body: Mapping[str, object], *, timeout_s: float, what: str, instead: str
+    ) -> Model:
+        """Post a request that the service answers once replicas have loaded a version. Return the reply as ``kind``.
+
+        Raises CommitTimeout if no attempt is answered within ``timeout_s`` and ``COMMIT_GRACE_S``.
+
+        Args:
+            timeout_s: the maximum wait of the service itself, in seconds.
+            what: the request, for the error.
+            instead: the advice of the error.
+        """
+        limit_s = timeout_s + COMMIT_GRACE_S
+        try:
+            async with asyncio.timeout(limit_s):
+                reply = await self.send("POST", route, json=body, repeat=Repeat.IDEMPOTENT, timeout=http_timeout(None))
+        except TimeoutError:
+            raise CommitTimeout(f"the service has not answered {what} within {limit_s:g} s: {instead}") from None
+        return parse(kind, reply)
+
     async def aclose(self) -> None:
         """Close all connections."""
         await self._client.aclose()
@@ -177,7 +203,8 @@ def _checked_url(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL:
         parsed = httpx.URL()
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    is_port = parsed.port is None or 0 < parsed.port <= 65535
+    if parsed.scheme not in ("http", "https") or not parsed.host or not is_port:
         raise ValueError(f"url={url!r} is not the address of a service: write it like http://127.0.0.1:8000")
     return url.rstrip("/")
 

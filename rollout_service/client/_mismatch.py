@@ -4,9 +4,10 @@ import asyncio
 import itertools
 import math
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
+from rollout_service.client._groups import groups_of
 from rollout_service.client._http import Http, Repeat, parse
 from rollout_service.protocol.mismatch import (
     MismatchReceipt,
@@ -70,7 +71,8 @@ class MismatchCalls:
         # matters.
         if not renormalized and any(rollout.truncated_sampling for rollout in rollouts):
             warn_of_truncated_sampling("report_mismatch")
-        chunks = list(_chunks(_rows(rollouts, trainer_logprobs, mask)))
+        rows = _rows(rollouts, trainer_logprobs, mask)
+        chunks = list(groups_of(rows, lambda row: len(row[2]), TOKENS_PER_REPORT))
         return self._send(chunks, renormalized)
 
     async def _send(self, chunks: list[list[_Row]], renormalized: bool) -> MismatchReceipt:
@@ -93,8 +95,7 @@ class MismatchCalls:
         params = {} if version is None else {"version": str(version)}
         if adapter is not None:
             params["adapter"] = adapter
-        reply = await self._control.send("GET", "/v1/mismatch", params=params, repeat=Repeat.IDEMPOTENT)
-        return parse(MismatchTable, reply)
+        return await self._control.read(MismatchTable, "/v1/mismatch", params)
 
 
 def _rows(rollouts: Sequence[Rollout], trainer: PerCompletion, mask: PerCompletion | None) -> list[_Row]:
@@ -127,21 +128,6 @@ def _lists(name: str, values: PerCompletion, completions: list[Completion]) -> l
             raise ValueError(f"{name}[{i}] has {len(row)} entries, but its completion has {num_tokens} tokens")
         found.append(list(row[:num_tokens]) if isinstance(row, Sequence) else row.tolist())
     return found
-
-
-def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
-    """Yield the rows in groups of up to TOKENS_PER_REPORT tokens."""
-    chunk: list[_Row] = []
-    num_tokens = 0
-    for row in rows:
-        size = len(row[2])
-        if chunk and num_tokens + size > TOKENS_PER_REPORT:
-            yield chunk
-            chunk, num_tokens = [], 0
-        chunk.append(row)
-        num_tokens += size
-    if chunk:
-        yield chunk
 
 
 def _report(report_id: str, chunk: list[_Row], renormalized: bool) -> dict[str, object]:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rollout_service.client._groups import groups_of
 from rollout_service.protocol.delta import SEGMENT_BYTES
 from rollout_service.protocol.delta_parts import tensors_of_parts
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
@@ -91,16 +92,8 @@ def pieces_of(table: tuple[UploadTensor, ...]) -> list[Piece]:
 
 def batches_of(pieces: Sequence[Piece]) -> list[Batch]:
     """Return all pieces in order, in batches of at most ``BATCH_BYTES``, or of a single larger piece."""
-    found: list[list[int]] = []
-    nbytes = 0
-    for index, piece in enumerate(pieces):
-        if not found or nbytes + piece.nbytes > BATCH_BYTES:
-            found.append([])
-            nbytes = 0
-        found[-1].append(index)
-        nbytes += piece.nbytes
     batches = []
-    for some in found:
+    for some in groups_of(range(len(pieces)), lambda index: pieces[index].nbytes, BATCH_BYTES):
         ordered = sorted(some, key=lambda index: -pieces[index].itemsize)
         ends = list(itertools.accumulate(pieces[index].nbytes for index in ordered))
         batches.append(Batch(ends[-1], some[-1], tuple(ordered), tuple(map(slice, [0, *ends], ends))))

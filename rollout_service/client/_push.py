@@ -43,7 +43,7 @@ class PushOptions(TypedDict, total=False):
 
     - ``shared_memory``: host memory shared with the ingest. Both must run on one machine, as one user, and not in
       separate containers. It takes 1 GiB, or 512 MiB and the largest tensor if that is more, and is kept for the next
-      push.
+      push. Such pushes of one client send one after the other, also through ``cuda_ipc``.
     - ``cuda_ipc``: memory of this process's current GPU, shared with the ingest. It takes 1.5 GiB, or 768 MiB and the
       largest tensor if that is more. The ingest needs a GPU (``weights.ingest_num_gpus``) that can reach this one. For
       tensors on a GPU it is faster than ``shared_memory``.
@@ -121,8 +121,3 @@ def announcement(version: NewVersion, **what: object) -> Announcement:
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:4]]
         raise InvalidRequest(f"version={version!r}, label={what.get('label')!r}: {'; '.join(problems)}") from error
-
-
-def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
-    """Return KV scales in the form of ``Announcement.kv_scales``."""
-    return None if kv_scales is None else kv_scales.named()

@@ -1,6 +1,5 @@
 """Sessions: a base URL for an agent's chat, and the recorded trajectory in tokens."""
 
-from types import TracebackType
 from typing import Self
 
 from rollout_service.client._http import Http, Repeat, parse
@@ -36,7 +35,7 @@ class AgentSession:
 
     async def trajectory(self) -> Session:
         """Return every turn so far: prompt and sampled tokens, logprobs and weight versions. Raises NotFound."""
-        return parse(Session, await self._http.send("GET", self._path, repeat=Repeat.IDEMPOTENT))
+        return await self._http.read(Session, self._path)
 
     async def open(self) -> Self:
         """Open the session, as ``async with`` does. Raises VersionConflict if the id is in use, Overloaded."""
@@ -55,9 +54,7 @@ class AgentSession:
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property

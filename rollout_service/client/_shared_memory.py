@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from rollout_service.client._groups import groups_of
 from rollout_service.client._http import Http, Repeat
 from rollout_service.client._push import Push
 from rollout_service.client._tensors import TensorThread
@@ -169,6 +170,7 @@ class SharedMemoryPushes:
         ``http``."""
         self._http, self._begin, self._listener, self._kind = http, begin, listener, kind
         self._memory: HostMemory | GpuMemory | None = None
+        self._turn = asyncio.Lock()  # a second push would overwrite batches that the ingest has not read yet
         self._retry_at = 0.0
 
     @property
@@ -188,7 +190,7 @@ class SharedMemoryPushes:
         checks: DeferredChecks | None,
     ) -> tuple[int, str] | None:
         """Announce a version and send ``tensors``, which ``table`` describes. None is read before the ingest has opened
-        the memory.
+        the memory. Pushes through one memory run one after the other.
 
         Returns the version number and the digest of the whole upload. With ``auto``, returns None if the ingest cannot
         open the memory, or has dropped the sent batches and the source can be read again.
@@ -196,29 +198,30 @@ class SharedMemoryPushes:
         Raises NotShared, QuantizationError by ``checks``, and the service's error if it refuses the tensors.
         """
         may_differ = push.transport == "auto"
-        try:
-            memory = await self._memory_for(table, push.thread)
-            source = memory.source(table)
-            announced = push.announce(source=source)
-            plan = await self._announced(memory, announced)
-        except (NotShared, OSError) as error:
-            self.close()
-            self._retry_at = time.monotonic() + RETRY_S
-            if not may_differ and not isinstance(error, NotShared):
-                raise NotShared(f"there is no memory to share: {error}") from error
-            if not may_differ:
-                raise
-            logger.info("weights do not go through memory of this kind for %g s: %s", RETRY_S, error)
-            return None
-        try:
-            await self._send(push, plan, memory, source, tensors, checks)
-        except BaseException as error:
-            self.close()  # the ingest may still be reading memory that the next push would overwrite
-            if not isinstance(error, NotFound) or not may_differ or not push.source.can_be_read_again:
-                raise
-            logger.warning("the weights are sent again, in parts: %s", error)
-            return None
-        return plan.version, with_kv_scales(source.transfer, announced.kv_scales)
+        async with self._turn:
+            try:
+                memory = await self._memory_for(table, push.thread)
+                source = memory.source(table)
+                announced = push.announce(source=source)
+                plan = await self._announced(memory, announced)
+            except (NotShared, OSError) as error:
+                self.close()
+                self._retry_at = time.monotonic() + RETRY_S
+                if not may_differ and not isinstance(error, NotShared):
+                    raise NotShared(f"there is no memory to share: {error}") from error
+                if not may_differ:
+                    raise
+                logger.info("weights do not go through memory of this kind for %g s: %s", RETRY_S, error)
+                return None
+            try:
+                await self._send(push, plan, memory, source, tensors, checks)
+            except BaseException as error:
+                self.close()  # the ingest may still be reading memory that the next push would overwrite
+                if not isinstance(error, NotFound) or not may_differ or not push.source.can_be_read_again:
+                    raise
+                logger.warning("the weights are sent again, in parts: %s", error)
+                return None
+            return plan.version, with_kv_scales(source.transfer, announced.kv_scales)
 
     async def _announced(self, memory: HostMemory | GpuMemory, announced: Announcement) -> UploadPlan:
         before, memory.may_be_mapped = memory.may_be_mapped, True
@@ -264,7 +267,7 @@ class SharedMemoryPushes:
 
         async with raise_first_failure() as group:
             for number, batch in enumerate(batches(source.tensors, memory.batch_bytes())):
-                while (start := ring.take(sum(aligned(max(tensor.nbytes, 1)) for tensor in batch))) is None:
+                while (start := ring.take(sum(map(_room_of, batch)))) is None:
                     await asyncio.wait([under_way.popleft()])  # its exception cancels this function, too
                     ring.give_back(1)
                 await push.thread.call(fill, memory, start, batch, coming, checks)
@@ -288,24 +291,19 @@ def memory_bytes(tensors: Iterable[UploadTensor], batch_bytes: int) -> int:
 
     The two extra batches let other tensors be copied while the largest one is read.
     """
-    sizes = [aligned(max(tensor.nbytes, 1)) for tensor in tensors]
+    sizes = list(map(_room_of, tensors))
     room = max(BATCHES * aligned(batch_bytes), max(sizes, default=0) + 2 * aligned(batch_bytes))
     return max(min(room, sum(sizes)), 1)
 
 
 def batches(tensors: Iterable[UploadTensor], batch_bytes: int) -> Iterator[list[UploadTensor]]:
-    """Yield all tensors in order, in batches of up to ``batch_bytes`` bytes, or of a single larger tensor."""
-    batch: list[UploadTensor] = []
-    nbytes = 0
-    for tensor in tensors:
-        size = aligned(max(tensor.nbytes, 1))
-        if batch and (nbytes + size > batch_bytes or len(batch) == _MOST_TENSORS):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(tensor)
-        nbytes += size
-    if batch:
-        yield batch
+    """Return all tensors in order, in batches of up to ``batch_bytes`` bytes, or of a single larger tensor."""
+    return groups_of(tensors, _room_of, batch_bytes, _MOST_TENSORS)
+
+
+def _room_of(tensor: UploadTensor) -> int:
+    """Return the bytes that a tensor takes of the memory, where no two tensors begin at one place."""
+    return aligned(max(tensor.nbytes, 1))
 
 
 def fill(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import httpx
@@ -180,6 +179,8 @@ class RolloutStream:
             if "error" in data:
                 raise from_wire(200, data)
             chunk = GenerateChunk.model_validate(data)
+            if unknown := {choice.index for choice in chunk.choices} - set(range(len(self._pieces))):
+                raise ValueError(f"completion {min(unknown)} came for n={len(self._pieces)}")
         except ValueError as error:
             raise RolloutServiceError(
                 f"an event that this client cannot read: {error}; install the client of the service's release"
@@ -224,9 +225,7 @@ class RolloutStream:
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __aiter__(self) -> Self:

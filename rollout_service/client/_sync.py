@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
@@ -29,7 +28,7 @@ def _blocking(
 
     @functools.wraps(method)
     def call(self: "SyncRolloutClient", /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        return self._wait(method, *args, **kwargs)
+        return self._wait(functools.partial(method, self._client, *args, **kwargs))
 
     return call
 
@@ -117,9 +116,7 @@ class SyncRolloutClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -144,16 +141,11 @@ class SyncRolloutClient:
         await asyncio.gather(*calls, return_exceptions=True)
         await self._client.aclose()
 
-    def _wait(
-        self,
-        method: Callable[Concatenate[RolloutClient, Parameters], Coroutine[object, None, Result]],
-        *args: Parameters.args,
-        **kwargs: Parameters.kwargs,
-    ) -> Result:
+    def _wait(self, begin: Callable[[], Coroutine[object, None, Result]]) -> Result:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a progress callback may not call its own SyncRolloutClient: it would wait for itself")
         # in this thread, because a push of weights uses its CUDA device and stream
-        coroutine = method(self._client, *args, **kwargs)
+        coroutine = begin()
         begun: list[asyncio.Task[Any] | None] = []
         given_up = threading.Event()
 
@@ -197,16 +189,14 @@ class SyncRolloutStream:
         return self._stream.partial
 
     def __enter__(self) -> Self:
-        self._client._wait(lambda _: self._stream.open())
+        self._client._wait(self._stream.open)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._client._wait(lambda _: self._stream.aclose())
+    def __exit__(self, *_: object) -> None:
+        self._client._wait(self._stream.aclose)
 
     def __iter__(self) -> Iterator[StreamPiece]:
-        while (piece := self._client._wait(lambda _: self._stream.next())) is not None:
+        while (piece := self._client._wait(self._stream.next)) is not None:
             yield piece
 
 
@@ -237,21 +227,19 @@ class SyncAgentSession:
 
     def trajectory(self) -> Session:
         """Return every turn so far: prompt and sampled tokens, logprobs and weight versions. Raises NotFound."""
-        return self._client._wait(lambda _: self._session.trajectory())
+        return self._client._wait(self._session.trajectory)
 
     def open(self) -> Self:
         """Open the session, as ``with`` does. Raises VersionConflict if the id is in use, Overloaded."""
-        self._client._wait(lambda _: self._session.open())
+        self._client._wait(self._session.open)
         return self
 
     def close(self) -> None:
         """Delete the session on the service, if it still exists."""
-        self._client._wait(lambda _: self._session.close())
+        self._client._wait(self._session.close)
 
     def __enter__(self) -> Self:
         return self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from rollout_service.client._control import ControlCalls
-from rollout_service.client._http import Http, Repeat, http_timeout, parse
+from rollout_service.client._http import Http, Repeat, parse
 from rollout_service.client._part_sender import DirectListeners, PartSender
 from rollout_service.client._parts import Part, bytes_of_each, cut_parts
 from rollout_service.client._push import Push, Transport
 from rollout_service.client._shared_memory import GpuMemory, HostMemory, SharedMemoryPushes
 from rollout_service.client._tensors import TensorSource, TensorThread, every_rank_gathers
-from rollout_service.errors import CommitTimeout, QuantizationError, TableUnknown
+from rollout_service.errors import QuantizationError, TableUnknown
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.upload import (
     Announcement,
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     from rollout_service.model.convert import Converter
 
 logger = logging.getLogger("rollout_service.client")
-
-COMMIT_GRACE_S = 120.0
-"""Extra seconds for a commit, which converts and syncs the rest before it starts to wait for replicas."""
 
 Shared = Literal["shared_memory", "cuda_ipc"]
 """Transports through shared memory."""
@@ -113,23 +109,16 @@ class Uploader:
     async def commit(self, version: int, commit: CommitUpload) -> WeightStatus:
         """Make a version the newest. Raises UploadIncomplete, QuantizationError, CommitTimeout."""
         route, what = f"/v1/weights/{version}/commit", f"the commit of version {version}"
-        return await self._awaited(route, commit, what, f"GET /v1/weights/{version} tells whether it is committed")
+        return await self._load(route, commit, what, f"GET /v1/weights/{version} tells whether it is committed")
 
     async def roll_back(self, request: RollBack) -> WeightStatus:
         """Make a kept version the newest again. Raises NotFound, CommitTimeout."""
-        route, what = "/v1/weights/rollback", f"the rollback to {request.to}"
-        return await self._awaited(route, request, what, "the same call again does no harm")
+        what = f"the rollback to {request.to}"
+        return await self._load("/v1/weights/rollback", request, what, "the same call again does no harm")
 
-    async def _awaited(self, route: str, body: HowToLoad, what: str, instead: str) -> WeightStatus:
-        limit_s, json = body.timeout_s + COMMIT_GRACE_S, body.model_dump(mode="json")
-        try:
-            async with asyncio.timeout(limit_s):
-                response = await self._http.send(
-                    "POST", route, json=json, repeat=Repeat.IDEMPOTENT, timeout=http_timeout(None)
-                )
-        except TimeoutError:
-            raise CommitTimeout(f"the service has not answered {what} within {limit_s:g} s: {instead}") from None
-        return parse(WeightStatus, response)
+    async def _load(self, route: str, how: HowToLoad, what: str, instead: str) -> WeightStatus:
+        body = how.model_dump(mode="json")
+        return await self._http.commit(WeightStatus, route, body, timeout_s=how.timeout_s, what=what, instead=instead)
 
     async def send_tensors(self, push: Push) -> tuple[int, str]:
         """Announce a version and upload its missing parts. Returns the version number and the digest of the whole

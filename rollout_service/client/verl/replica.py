@@ -57,17 +57,11 @@ class RolloutServiceReplica(RolloutReplica):
             )
         self._settings = settings_of(self.config.checkpoint_engine.engine_kwargs)
 
-    async def init_hybrid(self, worker_group: RayWorkerGroup) -> NoReturn:
+    async def init_hybrid(self, *_: object, **__: object) -> NoReturn:
         """Raise NotImplementedError: the service has its own GPUs."""
         raise NotImplementedError(_STANDALONE_ONLY)
 
-    async def init_hybrid_colocated(self, worker_group: RayWorkerGroup, resource_pool: RayResourcePool) -> NoReturn:
-        """Raise NotImplementedError: the service has its own GPUs."""
-        raise NotImplementedError(_STANDALONE_ONLY)
-
-    async def init_colocated(self, resource_pool: RayResourcePool) -> NoReturn:
-        """Raise NotImplementedError: the service has its own GPUs."""
-        raise NotImplementedError(_STANDALONE_ONLY)
+    init_hybrid_colocated = init_colocated = init_hybrid
 
     async def init_standalone(self) -> None:
         """Start one worker and the server, without a GPU."""

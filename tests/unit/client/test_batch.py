@@ -319,3 +319,11 @@ async def test_a_rest_that_breaks_after_its_last_token_has_ended():
     [completion] = batch.rollouts[0].completions
     assert (completion.token_ids, completion.finish_reason) == ((1, 2, 3, 4), "length")
     assert [body.get("partial_token_ids") for body in transport.bodies] == [None, [1, 2]]
+
+
+@pytest.mark.parametrize("index", [1, -1])
+async def test_a_completion_that_was_not_asked_for_is_an_error(index):
+    scripted = Scripted(lambda _: [choice(index, 0, 7)])
+    async with RolloutClient(URL, transport=scripted) as client, client.generate_stream([1]) as stream:
+        with pytest.raises(RolloutServiceError, match=f"completion {index} came for n=1"):
+            await anext(stream)

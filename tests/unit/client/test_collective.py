@@ -1,7 +1,5 @@
 """Weights that are spread over ranks."""
 
-import asyncio
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -15,9 +13,7 @@ from rollout_service.errors import EngineFailed, InvalidManifest
 from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.protocol.delta_parts import encode_header
 from rollout_service.protocol.upload import TrainerRecipe
-from tests.unit.client.two_ranks import push_all, whole_tensors
-
-ROOT = Path(__file__).parents[3]
+from tests.unit.client.two_ranks import on_both_ranks, push_all, whole_tensors
 
 
 @pytest.fixture
@@ -48,18 +44,11 @@ async def test_two_ranks_gather_and_one_of_them_sends(service, tmp_path):
     service.answers["GET", "/v1/weights/recipe"].append(EngineFailed("no recipe"))
     service.answers["PUT", "/v1/weights/5/parts/3"].append(EngineFailed("out of disk"))
     service.answers["PUT", "/v1/weights/7/parts/1"].append(EngineFailed("out of disk"))
-    store = str(tmp_path / "store")
-    second_rank = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.unit.client.two_ranks", store, service.url),
-        cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    outcomes = await push_all(0, store, service.url)
-    output, _ = await second_rank.communicate()
-
+    module = "tests.unit.client.two_ranks"
+    outcomes, others = await on_both_ranks(module, push_all, tmp_path / "store", service.url)
     by_http = ["unknown tensor layer0", "out of disk", "live", "no recipe", "out of disk", "live"]
     assert outcomes == [*by_http, "out of disk", "live", "live"]
-    assert output.decode() == repr(["took part"] * 9)
+    assert others == repr(["took part"] * 9)
     whole = whole_tensors()
     assert service.uploads[3].stream == stream_of(whole.items())
     for quantized in (6, 8):

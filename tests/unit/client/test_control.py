@@ -21,6 +21,7 @@ from rollout_service.protocol.adapters import CONFIG_FILE, TENSORS_FILE, Adapter
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.upload import BeginUpload, PathSource
 from rollout_service.protocol.weights import WeightStatus
+from tests.unit.client.conftest import cancelled
 from tests.unit.client.service import Service, Upload, until_disconnected
 
 
@@ -163,6 +164,4 @@ async def test_control_calls_do_not_wait_for_generations(service):
         generation = asyncio.create_task(client.generate([1]))
         await accepted.wait()
         assert await client.weights() == []
-        generation.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await generation
+        await cancelled(generation)

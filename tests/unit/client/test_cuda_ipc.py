@@ -18,6 +18,7 @@ from rollout_service.errors import NotShared, QuantizationError
 from rollout_service.gpu.memory import OwnGpuMemory
 from rollout_service.ingest.sources import shared_memory as source
 from rollout_service.protocol.upload import UploadTensor
+from tests.unit.client.conftest import with_nan
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.client.test_shared_memory import how_it_came
 
@@ -95,12 +96,6 @@ async def ingest_in(folder: Path, model: Path) -> AsyncIterator[RealIngest]:
 
 
 @pytest.fixture
-async def client(service: RealIngest) -> AsyncIterator[RolloutClient]:
-    async with RolloutClient(service.url, retries=1) as client:
-        yield client
-
-
-@pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tensors, "_gpu_of", lambda pairs: torch.device("cuda", 0))
 
@@ -120,11 +115,9 @@ async def test_the_version_is_the_one_that_parts_make(service, client, weights, 
 
 
 async def test_nan_is_refused_by_name_and_the_memory_is_not_freed_at_once(service, client, weights):
-    bad = {name: tensor.clone() for name, tensor in weights.items()}
-    bad["model.norm.weight"][3] = float("nan")
     for _ in range(3):
         with pytest.raises(QuantizationError, match=r"model\.norm\.weight\[3\]"):
-            await client.push_weights(1, bad, transport="cuda_ipc", wait="none")
+            await client.push_weights(1, with_nan(weights), transport="cuda_ipc", wait="none")
     assert len(FILES) == 1  # of the last push, which the ingest may be reading
     status = await client.push_weights(1, dict(weights), transport="cuda_ipc", wait="none")
     assert status.state == "committed"
@@ -141,13 +134,11 @@ def test_memory_that_no_push_has_announced_is_freed_with_its_owner():
 
 
 async def test_threads_that_take_turns_fill_a_log_in_memory(model, weights):
-    bad = {name: tensor.clone() for name, tensor in weights.items()}
-    bad["model.norm.weight"][3] = float("nan")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
         async with ingest_in(Path(in_memory), model) as service, RolloutClient(service.url, retries=1) as client:
             in_parts = await client.push_weights(1, dict(weights), transport="http", wait="none")
             with pytest.raises(QuantizationError, match=r"model\.norm\.weight\[3\]"):
-                await client.push_weights(2, bad, transport="cuda_ipc", wait="none")
+                await client.push_weights(2, with_nan(weights), transport="cuda_ipc", wait="none")
             for version in (2, 3, 4):
                 status = await client.push_weights(version, dict(weights), transport="cuda_ipc", wait="none")
                 assert status.digest == in_parts.digest

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,11 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.runtime.memory import Memory
 from rollout_service.store.upload_record import UploadRecord, read_record
 from tests.support.models import make_model
+from tests.unit.client.conftest import Tensors, cancelled
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.ingest.trainer import folder_weights
 from tests.unit.metrics.counts import Counts
 
-Tensors = dict[str, torch.Tensor]
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -42,18 +43,6 @@ def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 async def service(model: Path, tmp_path: Path) -> AsyncIterator[RealIngest]:
     async with real_ingest(model, tmp_path / "log", weights={"keep_versions": 10}) as ingest:
         yield ingest
-
-
-@pytest.fixture
-async def client(service: RealIngest) -> AsyncIterator[RolloutClient]:
-    async with RolloutClient(service.url) as client:
-        yield client
-
-
-async def cancelled(pushing: asyncio.Task[WeightStatus]) -> None:
-    pushing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await pushing
 
 
 async def push(client: RolloutClient, version: object, tensors: object, **options: object) -> WeightStatus:
@@ -303,10 +292,8 @@ class TestFailures:
     @pytest.mark.parametrize("label", ["run/2", None])
     async def test_a_failed_push_of_other_weights_as_the_next(self, service, client, weights, monkeypatch, label):
         await push(client, 1, weights)
-        with monkeypatch.context() as failing:
-            failing.setattr(Ingest, "commit", failing_commit)
-            with pytest.raises(InsufficientStorage):
-                await push(client, "next", stepped(weights, 2), label=label)
+        with failing_commits(monkeypatch):
+            await push(client, "next", stepped(weights, 2), label=label)
         status = await push(client, "next", stepped(weights, 3), label=label)
         assert base_of(service, status.version) == 1 and (status.version == 2 or label is None)
         await require_the_same_as_whole(service, status.version, stepped(weights, 3))
@@ -315,10 +302,8 @@ class TestFailures:
         self, service, client, weights, monkeypatch
     ):
         await push(client, 1, weights)
-        with monkeypatch.context() as failing:
-            failing.setattr(Ingest, "commit", failing_commit)
-            with pytest.raises(InsufficientStorage):
-                await push(client, 2, stepped(weights, 2))
+        with failing_commits(monkeypatch):
+            await push(client, 2, stepped(weights, 2))
         broken = stepped(weights, 2)
         broken["model.norm.weight"][3] = torch.nan
         with pytest.raises(QuantizationError, match="Version 2 stays staged with the parts that were sent"):
@@ -389,18 +374,7 @@ class TestFailures:
     async def test_whoever_comes_next_waits_until_the_base_is_changed(
         self, service, client, weights, monkeypatch, then
     ):
-        may_end, ended = threading.Event(), threading.Event()
-        become = SentWeights.become
-
-        def late(*arguments: object) -> None:
-            assert may_end.wait(60)
-            become(*arguments)
-            ended.set()
-
-        await push(client, 1, weights)
-        with monkeypatch.context() as patch:
-            patch.setattr(SentWeights, "become", late)
-            await push(client, 2, stepped(weights, 2))
+        may_end, ended = await push_two_with_slow_base(client, weights, monkeypatch)
         if then == "closed":
             following: asyncio.Task[object] = asyncio.create_task(client.aclose())
         else:
@@ -415,21 +389,14 @@ class TestFailures:
     async def test_a_push_that_is_cancelled_while_the_base_is_changed_leaves_it(
         self, service, client, weights, monkeypatch
     ):
-        may_end, waits = threading.Event(), asyncio.Event()
-        become, wait_until_settled = SentWeights.become, DeltaPushes.wait_until_settled
-
-        def late(*arguments: object) -> None:
-            assert may_end.wait(60)
-            become(*arguments)
+        waits, wait_until_settled = asyncio.Event(), DeltaPushes.wait_until_settled
 
         async def watched(pushes: DeltaPushes) -> None:
             waits.set()
             await wait_until_settled(pushes)
 
-        await push(client, 1, weights)
+        may_end, _ = await push_two_with_slow_base(client, weights, monkeypatch)
         with monkeypatch.context() as patch:
-            patch.setattr(SentWeights, "become", late)
-            await push(client, 2, stepped(weights, 2))
             patch.setattr(DeltaPushes, "wait_until_settled", watched)
             pushing = asyncio.create_task(push(client, 3, stepped(weights, 3)))
             await waits.wait()
@@ -508,5 +475,32 @@ class TestAuto:
         assert base_of(service, 3) is None
 
 
-async def failing_commit(*_: object) -> WeightStatus:
-    raise InsufficientStorage("no room")
+@contextmanager
+def failing_commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the ingest have no room for what the block commits."""
+
+    async def fail(*_: object) -> WeightStatus:
+        raise InsufficientStorage("no room")
+
+    with monkeypatch.context() as patch, pytest.raises(InsufficientStorage):
+        patch.setattr(Ingest, "commit", fail)
+        yield
+
+
+async def push_two_with_slow_base(
+    client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> tuple[threading.Event, threading.Event]:
+    """Push versions 1 and 2. Return what lets the client keep version 2 as its base, and what says that it does."""
+    may_end, ended = threading.Event(), threading.Event()
+    become = SentWeights.become
+
+    def late(*arguments: object) -> None:
+        assert may_end.wait(60)
+        become(*arguments)
+        ended.set()
+
+    await push(client, 1, weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(SentWeights, "become", late)
+        await push(client, 2, stepped(weights, 2))
+    return may_end, ended

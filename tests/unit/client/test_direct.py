@@ -8,20 +8,17 @@ import pytest
 
 from rollout_service.client import RolloutClient, _part_sender
 from rollout_service.protocol.upload import UPLOAD_KEY_HEADER, listener_proof
-from tests.support.serving import serving
 from tests.unit.client.conftest import Tensors, stream_of
-from tests.unit.client.service import Service
+from tests.unit.client.service import Service, forward
 
 Answer = Callable[[httpx.Request], httpx.Response]
 
 
-async def test_direct_parts_carry_the_upload_key_and_not_the_token(service, tensors):
-    service.token = "secret"
-    async with serving(Service()) as direct, RolloutClient(service.url, token="secret") as client:
-        direct.uploads = service.uploads
-        service.upload_url = f"{direct.url}/"
+async def test_direct_parts_carry_the_upload_key_and_not_the_token(service, direct, tensors):
+    service.token, service.upload_url = "secret", f"{direct.url}/"
+    async with RolloutClient(service.url, token="secret") as client:
         await client.push_weights(5, tensors)
-        assert sorted(direct.parts_sent()) == list(range(10))
+    assert sorted(direct.parts_sent()) == list(range(10))
     assert service.parts_sent() == [] and service.uploads[5].stream == stream_of(tensors)
     assert not any("authorization" in headers for _, headers in direct.headers)
     keys = {path: headers.get(UPLOAD_KEY_HEADER) for path, headers in direct.headers}
@@ -45,8 +42,7 @@ class Network:
             self.seen.append((request.url.path, request.headers, body))
             return self._answer(request)
         assert request.url.host == self._gateway.host
-        again = httpx.Request(request.method, request.url, headers=request.headers, content=body)
-        return await httpx.ASGITransport(self.service.app).handle_async_request(again)
+        return await forward(self.service, request)
 
     async def push(self, tensors: Tensors) -> None:
         """A push from the gateway's trainer; it succeeds through the gateway."""

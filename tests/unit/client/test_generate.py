@@ -20,6 +20,7 @@ from rollout_service.errors import (
     Unauthorized,
 )
 from rollout_service.protocol.rollout import Span
+from tests.unit.client.conftest import cancelled
 from tests.unit.client.service import Crowd, generate_reply, until_disconnected, until_gone
 
 GENERATE = ("POST", "/inference/v1/generate")
@@ -142,9 +143,7 @@ class TestFailures:
         service.generate = until_gone(accepted, gone)
         generation = asyncio.create_task(client.generate([1]))
         await accepted.wait()
-        generation.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await generation
+        await cancelled(generation)
         await gone.wait()
         assert service.calls(*GENERATE) == 1
 
@@ -264,7 +263,7 @@ class TestAddress:
             assert await with_token.weights() == []
 
     def test_what_is_no_address_or_token_is_refused(self):
-        for url in ("127.0.0.1:8000", "ftp://host", "", "http://", "http://[::1"):
+        for url in ("127.0.0.1:8000", "ftp://host", "", "http://", "http://[::1", "http://h:65536", "http://h:0"):
             with pytest.raises(ValueError, match="not the address of a service"):
                 RolloutClient(url)
         for token in ("clé", "two words"):

@@ -31,12 +31,6 @@ async def service(model: Path, tmp_path: Path) -> AsyncIterator[RealIngest]:
         yield running
 
 
-@pytest.fixture
-async def client(service: RealIngest) -> AsyncIterator[RolloutClient]:
-    async with RolloutClient(service.url, retries=1) as client:
-        yield client
-
-
 async def plain_digest(client: RolloutClient, weights: Weights) -> str | None:
     return (await client.push_weights("next", dict(weights), transport="http", wait="none")).digest
 

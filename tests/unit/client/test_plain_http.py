@@ -18,9 +18,7 @@ from rollout_service.client._part_sender import PlainConnections
 from rollout_service.errors import Overloaded
 from rollout_service.protocol.upload import UPLOAD_KEY_HEADER, UploadTensor, listener_proof
 from rollout_service.runtime.tls import PinnedCertificates
-from tests.support.serving import serving
-from tests.unit.client.conftest import stream_of
-from tests.unit.client.service import Service
+from tests.unit.client.conftest import cancelled, stream_of
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 LAST = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Last: 1\r\n\r\n{}"
@@ -127,21 +125,17 @@ def push_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("push-parts")]
 
 
-async def test_the_connections_of_a_push_are_as_many_as_its_parts_at_once(service, tensors):
-    async with serving(Service()) as direct, RolloutClient(service.url) as client:
-        direct.uploads, service.upload_url = service.uploads, direct.url
-        await client.push_weights(5, tensors, parallel_parts=2)
-        ports = {port for port, (_, path) in zip(direct.client_ports, direct.log, strict=True) if "/parts/" in path}
-        assert len(direct.parts_sent()) == 10 and 1 <= len(ports) <= 2
+async def test_the_connections_of_a_push_are_as_many_as_its_parts_at_once(service, direct, client, tensors):
+    await client.push_weights(5, tensors, parallel_parts=2)
+    ports = {port for port, (_, path) in zip(direct.client_ports, direct.log, strict=True) if "/parts/" in path}
+    assert len(direct.parts_sent()) == 10 and 1 <= len(ports) <= 2
     assert service.uploads[5].stream == stream_of(tensors) and push_threads() == []
 
 
-async def test_a_part_that_the_listener_refuses_for_now_is_sent_there_again(service, tensors):
-    async with serving(Service()) as direct, RolloutClient(service.url) as client:
-        direct.uploads, service.upload_url = service.uploads, direct.url
-        direct.answers["PUT", "/v1/weights/5/parts/3"].append(Overloaded("busy"))
-        await client.push_weights(5, tensors)
-        assert direct.parts_sent().count(3) == 2 and service.parts_sent() == []
+async def test_a_part_that_the_listener_refuses_for_now_is_sent_there_again(service, direct, client, tensors):
+    direct.answers["PUT", "/v1/weights/5/parts/3"].append(Overloaded("busy"))
+    await client.push_weights(5, tensors)
+    assert direct.parts_sent().count(3) == 2 and service.parts_sent() == []
 
 
 async def test_cancelling_a_push_breaks_what_is_being_sent_and_leaves_no_thread(service):
@@ -168,9 +162,7 @@ async def test_cancelling_a_push_breaks_what_is_being_sent_and_leaves_no_thread(
         push = asyncio.create_task(client.push_weights(5, tensors, tensor_table=table))
         await stuck.wait()
         assert push_threads()
-        push.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await push
+        await cancelled(push)
         assert push_threads() == []
     assert service.parts_sent() == [] and service.calls("POST", "/v1/weights/5/commit") == 0
     listener.close()

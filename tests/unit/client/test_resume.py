@@ -8,7 +8,7 @@ import pytest
 from rollout_service.client import RolloutClient
 from rollout_service.errors import CommitTimeout, EngineFailed, VersionConflict
 from tests.unit.client.conftest import Tensors, stream_of
-from tests.unit.client.service import Service
+from tests.unit.client.service import Service, forward
 
 
 async def fail_at_part(service: Service, client: RolloutClient, tensors: Tensors, part: int) -> None:
@@ -73,12 +73,10 @@ async def test_a_part_whose_connection_breaks_is_sent_again(tensors):
     broken: set[str] = set()
 
     async def break_each_part_once(request: httpx.Request) -> httpx.Response:
-        body = await request.aread()
         if request.method == "PUT" and request.url.path not in broken:
             broken.add(request.url.path)
             raise httpx.ReadError("connection reset", request=request)
-        again = httpx.Request(request.method, request.url, headers=request.headers, content=body)
-        return await httpx.ASGITransport(service.app).handle_async_request(again)
+        return await forward(service, request)
 
     service.url = "http://service"
     transport = httpx.MockTransport(break_each_part_once)
@@ -88,15 +86,23 @@ async def test_a_part_whose_connection_breaks_is_sent_again(tensors):
     assert len(broken) == 10
 
 
-async def test_an_unanswered_commit_ends_in_a_commit_timeout(service, tensors, monkeypatch):
-    monkeypatch.setattr("rollout_service.client._upload.COMMIT_GRACE_S", 0.1)
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda client: client.push_path(5, "/models/a", timeout_s=0.1), "the commit of version 5"),
+        (lambda client: client.rollback(4, timeout_s=0.1), "the rollback to 4"),
+        (lambda client: client.rollback_adapter("run-a", 3, timeout_s=0.1), "the commit of adapter run-a"),
+    ],
+)
+async def test_an_unanswered_commit_ends_in_a_commit_timeout(service, monkeypatch, call, what):
+    monkeypatch.setattr("rollout_service.client._http.COMMIT_GRACE_S", 0.1)
     never = asyncio.Event()
 
     async def silence(request: httpx.Request) -> httpx.Response:
-        if request.url.path.endswith("/commit"):
+        if request.url.path.endswith(("/commit", "/rollback")):
             await never.wait()
-        return await httpx.ASGITransport(service.app).handle_async_request(request)
+        return await forward(service, request)
 
     async with RolloutClient("http://service", transport=httpx.MockTransport(silence)) as client:
-        with pytest.raises(CommitTimeout, match=r"has not answered the commit of version 5 within 0\.2 s"):
-            await client.push_path(5, "/models/a", timeout_s=0.1)
+        with pytest.raises(CommitTimeout, match=rf"has not answered {what} within 0\.2 s"):
+            await call(client)

@@ -33,6 +33,7 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.shared_memory import SharedMemory
+from tests.unit.client.conftest import cancelled, with_nan
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, started, stream_of
 
@@ -41,12 +42,6 @@ from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, sta
 async def service(model: Path, tmp_path: Path) -> AsyncIterator[RealIngest]:
     async with real_ingest(model, tmp_path / "log") as running:
         yield running
-
-
-@pytest.fixture
-async def client(service: RealIngest) -> AsyncIterator[RolloutClient]:
-    async with RolloutClient(service.url, retries=1) as client:
-        yield client
 
 
 @pytest.fixture
@@ -140,10 +135,8 @@ class TestPush:
         assert again.digest == whole.digest
 
     async def test_nan_is_refused_by_name_and_the_next_push_succeeds(self, service, client, weights):
-        bad = {name: t.clone() for name, t in weights.items()}
-        bad["model.norm.weight"][3] = float("nan")
         with pytest.raises(QuantizationError, match=r"model\.norm\.weight\[3\]"):
-            await client.push_weights(1, bad, transport="shared_memory", wait="none")
+            await client.push_weights(1, with_nan(weights), transport="shared_memory", wait="none")
         assert service.log.versions() == [0]
         status = await client.push_weights(1, dict(weights), transport="shared_memory", wait="none")
         assert status.state == "committed"
@@ -156,9 +149,7 @@ class TestPush:
             )
         )
         await sent.wait()
-        push.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await push
+        await cancelled(push)
         assert client._uploader._shared["shared_memory"]._memory is None  # the ingest may be reading it still
         other = changed(weights, 0.5)
         await client.push_weights(1, other, transport="shared_memory", wait="none")
@@ -166,13 +157,25 @@ class TestPush:
         assert service.log.manifest(1).digest == expected.digest
 
 
+@pytest.mark.usefixtures("small_batches")
+async def test_pushes_of_one_client_at_once_do_not_overwrite_each_other(service, client, weights):
+    """They would share the memory that an earlier push has left."""
+    await client.push_weights(1, dict(weights), transport="shared_memory", wait="none")
+    versions = {2: changed(weights, 0.5), 3: changed(weights, 0.25)}
+    pushes = [client.push_weights(v, new, transport="shared_memory", wait="none") for v, new in versions.items()]
+    shared = await asyncio.gather(*pushes)
+    for status, (version, new) in zip(shared, versions.items(), strict=True):
+        in_parts = await client.push_weights(version + 2, new, transport="http", wait="none")
+        assert (status.version, status.digest) == (version, in_parts.digest)
+
+
 async def test_memory_is_released_if_its_push_is_cancelled_while_it_is_created(client, weights, monkeypatch):
-    began, cancelled, descriptors = asyncio.Event(), threading.Event(), list[int]()
+    began, may_create, descriptors = asyncio.Event(), threading.Event(), list[int]()
     loop, create = asyncio.get_running_loop(), SharedMemory.create
 
     def slowly(nbytes: int) -> SharedMemory:
         loop.call_soon_threadsafe(began.set)
-        assert cancelled.wait(30)
+        assert may_create.wait(30)
         memory = create(nbytes)
         descriptors.append(memory.descriptor)
         return memory
@@ -181,10 +184,8 @@ async def test_memory_is_released_if_its_push_is_cancelled_while_it_is_created(c
     push = asyncio.create_task(client.push_weights(1, dict(weights), transport="shared_memory", wait="none"))
     await began.wait()
     [creating] = [thread for thread in threading.enumerate() if thread.name.startswith("push-weights")]
-    push.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await push
-    cancelled.set()
+    await cancelled(push)
+    may_create.set()
     await asyncio.to_thread(creating.join)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(*descriptors)

@@ -1,9 +1,8 @@
 import asyncio
 import gc
-import sys
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from rollout_service.errors import EngineFailed, InvalidManifest, NotReady, Unau
 from rollout_service.protocol.upload import TrainerRecipe
 from tests.unit.client.conftest import Tensors, stream_of
 from tests.unit.client.service import Service
-from tests.unit.client.trl_two_ranks import sync_all, whole_tensors
-
-ROOT = Path(__file__).parents[3]
+from tests.unit.client.trl_two_ranks import sync_all
+from tests.unit.client.two_ranks import on_both_ranks, whole_tensors
 
 
 @pytest.fixture
@@ -131,14 +129,8 @@ async def test_no_rank_hangs_when_a_sync_fails(healthy, tmp_path):
     """Before the upload begins, while it is under way, and where the tensors are others than the first time."""
     healthy.answers["POST", "/v1/weights"].append(InvalidManifest("no list"))
     healthy.answers["PUT", "/v1/weights/2/parts/1"].append(EngineFailed("out of disk"))
-    store = str(tmp_path / "store")
-    second_rank = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.unit.client.trl_two_ranks", store, healthy.url),
-        cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    outcomes = await asyncio.to_thread(sync_all, 0, store, healthy.url)
-    output, _ = await second_rank.communicate()
+    module, sync_here = "tests.unit.client.trl_two_ranks", partial(asyncio.to_thread, sync_all)
+    outcomes, others = await on_both_ranks(module, sync_here, tmp_path / "store", healthy.url)
     assert [outcome.partition(":")[0] for outcome in outcomes] == [
         "no list",
         "version 1",
@@ -147,5 +139,5 @@ async def test_no_rank_hangs_when_a_sync_fails(healthy, tmp_path):
         "tensors and table differ",
         "version 5",  # 4 was announced
     ]
-    assert output.decode() == repr(["took part"] * 6)
+    assert others == repr(["took part"] * 6)
     assert healthy.uploads[3].stream == stream_of(whole_tensors())

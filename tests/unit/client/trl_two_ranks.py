@@ -9,9 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from rollout_service.client.trl import RolloutServiceWeightTransfer
 from rollout_service.errors import RolloutServiceError
-from tests.unit.client.two_ranks import join, whole_tensors
-
-__all__ = ["sync_all", "whole_tensors"]
+from tests.unit.client.two_ranks import join
 
 SYNCS = 6
 RENAMED = 4

@@ -2,7 +2,9 @@
 
 import asyncio
 import sys
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 
+ROOT = Path(__file__).parents[3]
 NUM_TENSORS = 6
 PUSHES: tuple[tuple[int, Literal["service", "trainer"], Literal["http", "delta"]], ...] = (
     *((version, "service", "http") for version in (1, 2, 3)),
@@ -35,6 +38,18 @@ def join(rank: int, store: str) -> dict[str, DTensor]:
     )
     mesh = init_device_mesh("cpu", (2,))
     return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole_tensors().items()}
+
+
+async def on_both_ranks(
+    module: str, run: Callable[[int, str, str], Awaitable[list[str]]], store: Path, url: str
+) -> tuple[list[str], str]:
+    """Let ``run`` be rank 0 here, and ``module`` rank 1 in another process. Return the outcomes and its output."""
+    second_rank = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, str(store), url), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    outcomes = await run(0, str(store), url)
+    output, _ = await second_rank.communicate()
+    return outcomes, output.decode()
 
 
 async def push_all(rank: int, store: str, url: str) -> list[str]:
