@@ -133,7 +133,14 @@ def _gpu(line: str) -> Gpu:
 
 def output_of(*command: str) -> str:
     """Run a program, and return its output. Raises OSError if it fails, subprocess.TimeoutExpired."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",  # a process may have any bytes as its name
+        timeout=COMMAND_LIMIT_S,
+        check=False,
+    )
     if done.returncode != 0:
         said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
         raise OSError(f"{command[0]} failed with exit status {done.returncode}: {said[:300]}")

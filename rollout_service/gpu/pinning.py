@@ -25,18 +25,32 @@ def pin(memory: memoryview) -> Callable[[], None]:
 
     if memory.readonly:
         raise ValueError("memory that is registered with CUDA must be writable")
-    address = np.frombuffer(memory, np.uint8).ctypes.data
+    address, nbytes = np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes
     torch.cuda.init()
     cudart = torch.cuda.cudart()
-    if failed := int(cudart.cudaHostRegister(address, memory.nbytes, 0)):
-        raise OSError(f"CUDA pins no {memory.nbytes} bytes of shared memory: error {failed}")
+    if failed := int(cudart.cudaHostRegister(address, nbytes, 0)):
+        _forget_error()
+        raise OSError(f"CUDA pins no {nbytes} bytes of shared memory: error {failed}")
     _pinned[address] = memory
 
     def unpin() -> None:
-        cudart.cudaHostUnregister(address)
+        if failed := int(cudart.cudaHostUnregister(address)):
+            _forget_error()
+            logger.warning("CUDA does not unpin %d bytes of shared memory: error %d", nbytes, failed)
         _pinned.pop(address, None)
 
     return unpin
+
+
+def _forget_error() -> None:
+    """Clear the error of this thread's last CUDA call. Otherwise torch would raise it for the next kernel."""
+    import ctypes
+
+    import torch
+
+    assert torch.version.cuda is not None, "torch has called CUDA"
+    # the runtime that torch has loaded: cuda-bindings has a runtime, and a last error, of its own
+    ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}").cudaGetLastError()
 
 
 def take_host_memory(nbytes: int) -> memoryview:

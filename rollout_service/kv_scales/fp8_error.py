@@ -156,4 +156,5 @@ def _logit_error(
     grouped = q.reshape(batch, error.shape[1], -1, tokens, dim)
     of_queries = torch.einsum("bgrti,bgrtj->bgij", grouped, grouped)
     of_errors = torch.einsum("bgti,bgtj->bgij", centred, centred)
-    return (of_queries * of_errors).sum(), (counts_q.sum(1) * counts_k.sum(1)).sum() * heads
+    # a sum of squares, which rounding may have made negative
+    return (of_queries * of_errors).sum().clamp(min=0), (counts_q.sum(1) * counts_k.sum(1)).sum() * heads

@@ -156,7 +156,10 @@ class Converter:
         yield from self._convert_batch(batch, to_cpu, checks)
 
     def _convert_batch(self, batch: list[Named], to_cpu: bool, checks: DeferredChecks | None) -> Iterator[Named]:
-        quantized = [name in self._quantized and not is_codes(tensor) for name, tensor in batch]
+        quantized = [
+            name in self._quantized and tensor.dim() == 2 and not is_codes(tensor)  # as ``becomes``
+            for name, tensor in batch
+        ]
         are_sound = self._sound_on_gpu(batch, list(compress(batch, map(not_, quantized))), checks)
         wanted = list(compress(batch, quantized))
         results = iter(self._quantizer.quantize(wanted, to_cpu=to_cpu, left_on_gpu=not to_cpu, checks=checks))

@@ -301,8 +301,9 @@ def _read(folder: Path) -> EngineLayout:
 def _keep(layout: EngineLayout, place: Path) -> None:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, suffix=".json", delete=False) as file:
-            file.write(layout.model_dump_json(exclude_defaults=True))
-        Path(file.name).replace(place)
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+            written = Path(folder, place.name)
+            written.write_text(layout.model_dump_json(exclude_defaults=True))
+            written.replace(place)
     except OSError as error:  # the home folder may be read-only: the next process asks again
         logger.warning("what vLLM makes of the model's layers is not kept for the next process: %s", error)

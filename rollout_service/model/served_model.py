@@ -110,6 +110,7 @@ class ServedModel:
             )
         model = _without_weights(path)
         config, experts = model.config, _expert_naming(model, path)
+        embedding, head = _embedding_and_head(model, path)
         held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         stored = {name: pieces(name, shape, experts) for name, shape in held.items()}
         shapes = {piece.name: piece.shape for piece in _experts_together(stored.values())}
@@ -125,9 +126,9 @@ class ServedModel:
             ignored_by_class=_ignored_tensors(model, {*shapes, *held}),
             keep_float32=_float32_tensors(model, shapes),
             attention=_attention_layers(model),
-            embedding=_stored_weight(model, model.get_input_embeddings(), stored),
-            head=_stored_weight(model, model.get_output_embeddings(), stored),
-            tied=bool(config.tie_word_embeddings),
+            embedding=_stored_weight(model, embedding, stored),
+            head=_stored_weight(model, head, stored),
+            tied=head.weight is embedding.weight,  # not every multimodal configuration says so
         )
 
     def plan(self, quant: QuantConfig, tensor_parallel_size: int = 1, expert_parallel: bool = False) -> QuantPlan:
@@ -413,6 +414,19 @@ def _linears(model: torch.nn.Module, stored: dict[str, tuple[Piece, ...]]) -> di
         for piece in group
         if name in weights or piece.index
     }
+
+
+def _embedding_and_head(model: PreTrainedModel, path: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:
+        embedding = head = None
+    if embedding is None or head is None:
+        raise ValueError(
+            f"{path} is a {model.config.model_type}, which this release cannot serve: transformers names no token "
+            "embedding or no output head of it"
+        )
+    return embedding, head
 
 
 def _stored_weight(model: PreTrainedModel, layer: torch.nn.Module, stored: dict[str, tuple[Piece, ...]]) -> str:

@@ -10,7 +10,8 @@ from rollout_service.protocol.base import Frozen, KnownVersion, NewVersion, Vers
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 AdapterName = Annotated[str, Field(pattern=f"^{_NAME}$")]
 """Letters, digits and ``._-``. Requests may append ``@`` and a version."""
-_ASKED = re.compile(f"({_NAME})(?:@([0-9]{{1,15}}))?")
+_ASKED = re.compile(f"({_NAME})(?:@([0-9]{{1,16}}))?")
+"""``MAX_VERSION`` has 16 digits."""
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 """PEFT's names of an adapter's files."""

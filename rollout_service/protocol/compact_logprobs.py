@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from rollout_service.protocol.base import Frozen
 
@@ -21,7 +22,7 @@ class CompactLogprobs(Frozen):
     """Base64 of the token id of each entry (u32, little endian), then of the logprob of each (f32, little endian). Must
     be the first field: prime-rl's client searches the reply's bytes for its name."""
     format: Literal["u32-f32-le-v1"] = "u32-f32-le-v1"
-    offsets: list[int]
+    offsets: list[int] = Field(min_length=1)
     """[positions + 1]"""
     num_top_logprobs: int
     """The number of top logprobs that the request asked for."""

@@ -50,8 +50,6 @@ _LEVEL = 1
 _FRAME = zstandard.ZstdCompressionParameters.from_level(
     _LEVEL, write_content_size=False, write_checksum=False, write_dict_id=False
 )
-_SHIFTS = {1: 0, 2: 1, 4: 2}
-"""Binary logarithm of each element size."""
 
 
 class _Codec(threading.local):
@@ -222,7 +220,7 @@ def changed_elements(base: memoryview, new: memoryview, itemsize: int) -> tuple[
     # compare eight bytes at a time, since few of these words differ
     dtype = UNSIGNED[itemsize]
     old, now = np.frombuffer(base, dtype), np.frombuffer(new, dtype)
-    shift = 3 - _SHIFTS[old.itemsize]
+    shift = 4 - old.itemsize.bit_length()  # binary logarithm of the number of elements in a word
     whole = old.size >> shift << shift
     words_old, words_now = old[:whole].view("<u8"), now[:whole].view("<u8")
     words = np.flatnonzero(words_old != words_now)

@@ -62,7 +62,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import xxhash
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from rollout_service.protocol.base import NEXT, Frozen, KnownVersion, NewVersion, VersionLabel, WeightVersion
 from rollout_service.protocol.delta_parts import most_bytes, tensors_of_parts
@@ -235,6 +235,9 @@ AnyAnnouncement = TypeVar("AnyAnnouncement", bound="Announcement")
 
 class Announcement(Frozen):
     """Body of ``POST /v1/weights``: a tensor table followed by parts, or a source."""
+
+    # JSON of scales that are not numbers, which are refused by name: null would not be read again
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     version: NewVersion
     """``next``: the ingest assigns a number."""

@@ -14,7 +14,6 @@ the announcement.
 """
 
 import base64
-import binascii
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
@@ -68,7 +67,7 @@ class TransferInit(Frozen):
             return None
         try:
             decoded = base64.b64decode(value, validate=True)
-        except (binascii.Error, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"is not standard base64 ({error})") from error
         if len(decoded) != NCCL_UNIQUE_ID_BYTES:
             raise ValueError(f"must be {NCCL_UNIQUE_ID_BYTES} bytes in base64, not {len(decoded)}")

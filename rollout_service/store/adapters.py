@@ -8,6 +8,7 @@ A version exists if ADAPTERS names it. The ingest writes; replicas read and comp
 the folders of its copies at the same place below the root of its copies.
 """
 
+import errno
 import hashlib
 import logging
 import os
@@ -76,6 +77,10 @@ class AdapterStore:
 
     def take_in(self, adapter: AdapterVersion, staged: Path) -> None:
         """Move a staged folder to its final place, durably; ``set`` commits it. Raises OSError."""
+        remove_tree(self.folder(adapter))  # of a commit that a crash interrupted
+        self._move_in(adapter, staged)
+
+    def _move_in(self, adapter: AdapterVersion, staged: Path) -> None:
         folder = self.folder(adapter)
         for file in staged.iterdir():
             if file.name not in ADAPTER_FILES:
@@ -85,9 +90,9 @@ class AdapterStore:
                 os.fsync(stream.fileno())
         sync_folder(staged)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_tree(folder)  # of a commit that a crash interrupted
         os.rename(staged, folder)
         sync_folder(folder.parent)
+        sync_folder(self._folder)  # the folder of the name may be new
 
     def sweep(self, needed: Collection[AdapterVersion], held: Collection[str] = ()) -> None:
         """Remove the folders of all other versions, unless a process of this machine holds them (``hold``).
@@ -127,8 +132,12 @@ class AdapterStore:
                 write_synced(staged / name, content)
             if digest_of(staged) != adapter.digest:
                 raise LogCorrupt(f"adapter {adapter} was damaged on its way from the ingest")
-            if not self.folder(adapter).is_dir():  # another replica of this node may have added it
-                self.take_in(adapter, staged)
+            try:
+                self._move_in(adapter, staged)
+            except OSError as error:
+                # another replica of this node has added it, and its engine may be reading it
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 

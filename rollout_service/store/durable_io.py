@@ -33,20 +33,36 @@ class WriterLock:
         self._fd: int | None = None
 
     def acquire(self, timeout_s: float) -> Self:
-        """Wait at most ``timeout_s`` seconds for another writer to end. Raises LogLocked, which names that writer."""
+        """Wait at most ``timeout_s`` seconds for another writer to end.
+
+        Raises LogLocked, which names that writer, or OSError, for example if the disk is full.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._fd is None:
+            fd = self._open()
+            try:
+                require_own(self._path)
+                self._wait(fd, deadline, timeout_s)
+                # the writer before may have removed the folder: nobody else would wait for the lock of a removed file
+                if _is_file_at(fd, self._path):
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+                    self._fd = fd
+            finally:
+                if self._fd is None:
+                    os.close(fd)
+        return self
+
+    def _open(self) -> int:
         make_private(self._path.parent)
         try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise _not_ours(self._path, "is a symbolic link") from error
-        try:
-            require_own(self._path)
-        except LogLocked:
-            os.close(fd)
-            raise
-        deadline = time.monotonic() + timeout_s
+
+    def _wait(self, fd: int, deadline: float, timeout_s: float) -> None:
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,16 +70,11 @@ class WriterLock:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     holder = os.pread(fd, 100, 0).decode(errors="replace").strip()
-                    os.close(fd)
                     raise LogLocked(
                         f"{self._path.parent} is being written by {holder or 'another process'}, and still was after "
                         f"{timeout_s:g} s: stop that one, or name another weights.root"
                     ) from None
             time.sleep(_LOCK_POLL_S)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
-        self._fd = fd
-        return self
 
     def release(self) -> None:
         """Release the lock."""
@@ -81,7 +92,11 @@ class WriterLock:
 def lock_shared(folder: Path) -> int:
     """Return a descriptor that holds a shared lock on a folder until it is closed. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_SH)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    except OSError:  # the file system has no locks
+        os.close(fd)
+        raise
     return fd
 
 
@@ -95,6 +110,13 @@ def is_unlocked(path: Path) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _is_file_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def make_private(folder: Path) -> None:
@@ -176,7 +198,7 @@ def write_sealed(path: Path, text: str) -> None:
 def read_sealed(path: Path) -> str | None:
     """Read the text of ``write_sealed``; None if there is no file. Raises LogCorrupt for a damaged file."""
     try:
-        text, _, digest = path.read_text().rstrip("\n").rpartition("\n")
+        text, _, digest = path.read_text(encoding="utf-8").rstrip("\n").rpartition("\n")
     except FileNotFoundError:
         return None
     except UnicodeDecodeError as error:

@@ -87,7 +87,7 @@ _Found = TypeVar("_Found")
 def log_at(folder: Path) -> Path:
     """Return the log in memory that a ``weights.disk_root`` names, or the folder itself. Raises OSError."""
     marker = folder / IN_MEMORY
-    return Path(marker.read_text().strip()) if marker.is_file() else folder
+    return Path(marker.read_text(encoding="utf-8").strip()) if marker.is_file() else folder
 
 
 class WeightLog:
@@ -280,7 +280,8 @@ class WeightLog:
         known = self.head()
         os.rename(staged, self.folder(head.version))
         sync_folder(self.root)
-        if known is None or known.version < head.version:
+        # an equal one may have the digest of a copy that was withdrawn until a crash
+        if known is None or known.version <= head.version:
             self._replace("LATEST", head)
 
     def withdraw(self, version: int) -> None:
@@ -384,7 +385,13 @@ def verify_tensors(manifest: Manifest, folder: Path, progress: Callable[[int], N
     def check(tensor: StoredTensor) -> int:
         if not hasattr(buffers, "mine"):  # allocating new memory for each read would take longer than reading
             buffers.mine = memoryview(bytearray(CHUNK_BYTES))
-        return reader.check(tensor, buffers.mine)
+        try:
+            return reader.check(tensor, buffers.mine)
+        except ManifestDamaged as error:
+            raise LogCorrupt(
+                f"version {manifest.version}: {error}: push the weights again under a newer version",
+                {"version": manifest.version, "tensor": tensor.name, "file": MANIFEST_FILE},
+            ) from error
 
     with VersionReader(folder, manifest) as reader:
         for tensors in manifest.files().values():

@@ -55,7 +55,10 @@ class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
     tensor of at most that size, whose ``digest`` covers all bytes. Base64 in the file."""
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the chunks of all bytes, in order; a single chunk if only ``digest`` covers them."""
+        """Yield the chunks of all bytes, in order; a single chunk if only ``digest`` covers them.
+
+        Raises ManifestDamaged like ``digests_of_chunks``.
+        """
         digests = self.digests_of_chunks()
         if not self.chunk_digests:
             yield Chunk(0, self.nbytes, digests)
@@ -65,8 +68,13 @@ class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
             yield Chunk(start, min(CHUNK_BYTES, self.nbytes - start), digest)
 
     def digests_of_chunks(self) -> bytes:
-        """Return the digests of ``chunks``, ``DIGEST_BYTES`` each, concatenated."""
-        return self.chunk_digests or bytes.fromhex(self.digest)
+        """Return the digests of ``chunks``, ``DIGEST_BYTES`` each, concatenated. Raises ManifestDamaged."""
+        if self.chunk_digests:
+            return self.chunk_digests
+        try:
+            return bytes.fromhex(self.digest)
+        except ValueError as error:
+            raise ManifestDamaged(f"digest of {self.name} is {self.digest!r}, which is not hexadecimal") from error
 
 
 def tensor_digests(data: memoryview) -> tuple[str, bytes]:

@@ -76,9 +76,12 @@ class ChunkServer:
 
     def files(self, version: int) -> tuple[LogFile, ...]:
         """Return all files of a committed version. Raises NotFound."""
-        # hidden files are temporary: KV scales while they are being written beside the manifest
-        paths = sorted(path for path in self._folder(version).iterdir() if not path.name.startswith("."))
-        return tuple(LogFile(name=path.name, nbytes=path.stat().st_size) for path in paths)
+        try:
+            # hidden files are temporary: KV scales while they are being written beside the manifest
+            paths = sorted(path for path in self._folder(version).iterdir() if not path.name.startswith("."))
+            return tuple(LogFile(name=path.name, nbytes=path.stat().st_size) for path in paths)
+        except FileNotFoundError as error:
+            raise NotFound(f"version {version} was removed while it was copied") from error
 
     async def chunk(self, version: int, file: str, index: int) -> list[ray.ObjectRef]:
         """Return a reference to a uint8 array: bytes ``[index, index + 1) * chunk_bytes`` of a file.
@@ -98,6 +101,9 @@ class ChunkServer:
             del self._held[oldest]
         try:
             return [await asyncio.shield(task)]
+        except RayError:  # the object store may have room at the next attempt
+            self._let_go(key, task)
+            raise
         except OSError as error:
             self._let_go(key, task)
             if version not in self._log.versions():

@@ -56,3 +56,8 @@ def test_who_holds_a_gpu_is_told():
     }
     assert "a process that is not seen from here" in nvidia_smi.find_taken(gpus, (), 0.85)[1]
     assert nvidia_smi.find_taken(gpus, holders, 0.01) == {}
+
+
+def test_a_process_may_have_any_bytes_as_its_name(program):
+    program("nvidia-smi", r"printf 'GPU-1, 639, \377, 4706\n'")
+    assert [(holder.pid, holder.name) for holder in nvidia_smi.holders()] == [(639, "\N{REPLACEMENT CHARACTER}")]

@@ -33,6 +33,16 @@ def calibrated_errors(model: PreTrainedModel) -> dict[str, LayerError]:
 
 
 class TestErrorSums:
+    @pytest.mark.parametrize("seed", range(40))
+    def test_queries_that_do_not_see_the_error_have_none(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        k = torch.randn(1, 1, 2, 2, generator=generator) * 30
+        error = (fp8_round_trip(k, 1.0) - k).diff(dim=2)  # of two keys, the errors beyond their mean are opposite
+        q = torch.stack([-error[..., 1], error[..., 0]], -1)
+        sums = ErrorSums(UNIT)
+        sums.add(q, k, k, ALL[:1, :1], ALL[:1, :2], 1.0)
+        assert sums.result().logit_rms == pytest.approx(0, abs=1e-3)
+
     def test_the_logit_error_is_that_of_all_pairs(self):
         q, k, v = (torch.randn(2, heads, 12, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 3))
         x = torch.tensor([1.0, 1.0625, 17.0, 448.0, 500.0, -1000.0])

@@ -1,7 +1,10 @@
 """What is known of vLLM's modules is what vLLM itself says."""
 
+import resource
+
 import pytest
 
+from rollout_service.model import engine_layout as module
 from rollout_service.model.engine_layout import Heads, Shape, require_whole_heads, table_layout
 
 ATTENTION = "model.layers.0.self_attn."
@@ -75,3 +78,17 @@ class TestTensorParallel:
         require_whole_heads(heads, ways)
         assert shard("q_proj", (query * width, 256), ways, heads) == (query // ways * width, 256)
         assert shard("k_proj", (kv * width, 256), ways, heads) == (max(kv // ways, 1) * width, 256)
+
+
+def test_a_full_disk_keeps_nothing_of_a_layout(tmp_path, caplog):
+    place, layout = tmp_path / "layouts" / "1.json", table_layout({"q_proj": (128, 128)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        module._keep(layout, place)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(place.parent.iterdir())
+    module._keep(layout, place)
+    assert module.EngineLayout.model_validate_json(place.read_bytes()) == layout
+    assert list(place.parent.iterdir()) == [place]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     DeepseekV2Config,
     Qwen3ForCausalLM,
@@ -107,6 +108,13 @@ class TestLoading:
         assert ServedModel.load(tmp_path).fingerprint == ServedModel.load(tiny_model).fingerprint
         fingerprints = {ServedModel.load(path).fingerprint for path in (tiny_model, model, tied_model)}
         assert len(fingerprints) == 3
+
+    @pytest.mark.parametrize(("family", "tied"), [("blip-2", True), ("mllama", False)])
+    def test_a_config_need_not_say_whether_the_head_is_tied(self, tmp_path, family, tied):
+        config = CONFIG_MAPPING[family](text_config={"num_hidden_layers": 1})
+        assert not hasattr(config, "tie_word_embeddings")
+        config.save_pretrained(tmp_path)
+        assert ServedModel.load(tmp_path).tied == tied
 
 
 @pytest.fixture
@@ -303,6 +311,12 @@ class TestRefusedModels:
         with pytest.raises(ValueError, match=f"config.json describes no causal language model.*{reason}") as refused:
             ServedModel.load(tmp_path)
         assert "\n" not in str(refused.value)
+
+    @pytest.mark.parametrize("family", ["blip", "pp_formulanet"])
+    def test_a_model_without_embedding_or_head_is_refused(self, tmp_path, family):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        with pytest.raises(ValueError, match=rf"is a {family}, which this release cannot serve.*no output head"):
+            ServedModel.load(tmp_path)
 
     def test_a_folder_without_a_model_says_what_to_do(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"has no config\.json: name a folder.*model\.create"):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from pydantic import ValidationError
 
 from rollout_service.compat.pydantic_internals import fail_fast_validator
 from rollout_service.gateway.tinker import Chunk, CreateSamplingSession, ModelInput, Sample, SamplingParams, Tensor
+from rollout_service.protocol.adapters import read_adapter_name
 from rollout_service.protocol.base import FEW, MAX_VERSION, Frozen
+from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.generate import GenerateRequest, StreamOptions, WantedVersion
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
@@ -226,6 +229,26 @@ def test_a_copy_derives_its_properties_anew():
     ring = Ring(radius=1)
     assert ring.width == 2
     assert ring.model_copy(update={"radius": 3}).width == 6 and ring.model_copy() == ring
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_scale_that_is_no_number_reaches_the_ingest(scale):
+    announced = BeginUpload(version=1, source=PathSource(path=Path("/a")), kv_scales={"k": scale})
+    for received in (
+        pickle.loads(pickle.dumps(announced)),
+        BeginUpload.model_validate_json(announced.model_dump_json()),
+    ):
+        assert repr(received) == repr(announced)
+
+
+@pytest.mark.parametrize("version", [0, 10**15, MAX_VERSION])
+def test_every_version_of_an_adapter_can_be_named(version):
+    assert read_adapter_name(f"run-a@{version}") == ("run-a", version)
+
+
+def test_compact_logprobs_without_offsets_are_refused():
+    with pytest.raises(ValidationError, match="offsets"):
+        CompactLogprobs(data="", offsets=[], num_top_logprobs=0)
 
 
 def test_pickled_candidates_of_a_prompt_are_the_same():

@@ -368,3 +368,29 @@ class TestPrivate:
         os.chown(shared / "log", 65534, 65534)
         with pytest.raises(LogLocked, match=f"{shared}/log belongs to user 65534"):
             durable_io.WriterLock(shared / "log" / below).acquire(0)
+
+
+def test_a_copy_replaces_one_that_a_crash_has_half_withdrawn(log, monkeypatch):
+    commit(log, 3)
+    commit(log, 4)
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(log, "_replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            log.withdraw(4)
+    manifest = stage(log, 4, content=5)
+    (log.staging(4) / MANIFEST_FILE).write_bytes(manifest.to_json())
+    log.adopt(Head(version=4, digest=manifest.digest), log.staging(4))
+    assert log.manifest(4) == manifest
+
+
+def test_a_digest_that_is_no_number_is_damage_of_the_version(log):
+    manifest = stage(log, 1)
+    [first, *others] = manifest.tensors
+    damaged = manifest.replace(tensors=(replace(first, digest=f"{first.digest[:-1]}~"), *others))
+    log.commit(damaged, "keep")
+    with pytest.raises(LogCorrupt, match=r"version 1: digest of first.weight is '.*~', which is not hexadecimal"):
+        log.verify(log.manifest(1))

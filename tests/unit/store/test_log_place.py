@@ -1,6 +1,7 @@
 """Where the log lies if ``weights.root`` is ``auto``."""
 
 import os
+import resource
 import shutil
 import stat
 from collections import namedtuple
@@ -93,3 +94,16 @@ def test_a_named_root_is_taken_as_it_is(config, shm, tmp_path):
     weights = config.weights.model_copy(update={"root": tmp_path / "named"})
     assert claim_log_place(config.model_copy(update={"weights": weights}), shm).root == tmp_path / "named"
     assert list(shm.iterdir()) == []
+
+
+def test_a_full_disk_names_no_log_in_disk_root(config, shm):
+    disk, limits = config.weights.disk_root_here(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            claim_log_place(config, shm)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert log_at(disk) == disk
+    place = claim_log_place(config, shm)
+    assert log_at(disk) == place.root

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import ObjectStoreFullError
 
 from rollout_service.config.service import AUTO, WeightsConfig
 from rollout_service.errors import InsufficientStorage, LogCorrupt, NotFound, NotReady
@@ -371,3 +372,30 @@ class TestKeep:
             assert copies.log.root.exists() and f"{copies.log.root} is removed later" in caplog.text
         copies_on(node, elsewhere)
         assert [path.name for path in (node / "copies").iterdir()] == [first.log.root.name]
+
+
+async def test_a_chunk_that_the_store_refused_is_put_again(ingest, monkeypatch):
+    [file, *_] = ingest.served.files(0)
+
+    def refuse(_: object) -> None:
+        raise ObjectStoreFullError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.ray, "put", refuse)
+        with pytest.raises(ObjectStoreFullError):
+            await ingest.served.chunk(0, file.name, 0)
+    [ref] = await ingest.served.chunk(0, file.name, 0)
+    assert len(ray.get(ref)) == min(file.nbytes, CHUNK_BYTES)
+
+
+def test_a_version_that_is_dropped_meanwhile_is_not_found(ingest, log, monkeypatch):
+    commit(log, 1)
+    folder = log.folder
+
+    def then_drop(version: int) -> Path:
+        WeightLog(log.root).drop(version)
+        return folder(version)
+
+    monkeypatch.setattr(ingest.served._log, "folder", then_drop)
+    with pytest.raises(NotFound, match="version 0 was removed while it was copied"):
+        ingest.served.files(0)
