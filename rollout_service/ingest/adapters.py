@@ -24,6 +24,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.fleet.coordinator import FleetCoordinator
+from rollout_service.ingest.exclusive import exclusive
 from rollout_service.ingest.sources.folder import SourceFile, allowed_path
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.adapters import (
@@ -120,20 +121,23 @@ class AdapterIngest:
                 {"adapters": names},
             )
 
+    @exclusive
     async def begin(self, name: str, begin: BeginAdapter) -> AdapterUpload:
         """Start or resume an upload. Raises InvalidManifest, InvalidRequest, VersionConflict, InsufficientStorage,
         RolloutServiceError."""
-        async with self._writing:
-            try:
-                return await asyncio.to_thread(self._begin, name, begin)
-            except OSError as error:
-                raise RolloutServiceError(f"adapter {name} cannot be uploaded: {error}; push it again") from error
+        try:
+            return await asyncio.to_thread(self._begin, name, begin)
+        except OSError as error:
+            raise RolloutServiceError(f"adapter {name} cannot be uploaded: {error}; push it again") from error
 
     async def part(self, name: str, digest: str, index: int, content: bytes) -> None:
         """Store one part of an upload. Raises NotFound, InvalidRequest, InsufficientStorage."""
         if (upload := self._uploads.get((name, digest))) is None:
             raise _no_upload(name, digest)
-        await asyncio.to_thread(upload.write, index, content)
+        try:
+            await asyncio.to_thread(upload.write, index, content)
+        except FileNotFoundError as error:  # its folder is gone
+            raise _no_upload(name, digest) from error
 
     async def commit(self, name: str, request: CommitAdapter) -> AdapterStatus:
         """Commit an upload or a folder, and wait for the replicas as requested. Repeating the commit gets the same
@@ -142,15 +146,21 @@ class AdapterIngest:
         Raises NotFound, UploadIncomplete, DigestMismatch, InvalidManifest, InvalidRequest, VersionConflict, Forbidden,
         InsufficientStorage, RolloutServiceError, CommitTimeout, or LogCorrupt if a replica cannot load it.
         """
-        adapter = await self._shielded.run(self._commit(name, request))
+        adapter = await self._commit(name, request)
         if request.wait == "all":
             await self._fleet.wait_adapter(adapter, request.timeout_s)
         await self._sweep()
         return self._status(adapter)
 
+    @exclusive
     async def remove(self, name: str) -> None:
         """Remove all versions of an adapter. Running rollouts finish. Raises NotFound."""
-        await self._shielded.run(self._remove(name))
+        if self.newest(name) is None:
+            known = sorted({adapter.name for adapter in self.live})
+            raise NotFound(f"there is no adapter {name!r}; there are {known}", {"adapters": known})
+        await asyncio.to_thread(self._set, tuple(adapter for adapter in self.live if adapter.name != name))
+        await self._fleet.follow_adapters()
+        await self._remove_unused()
 
     async def all(self) -> list[AdapterStatus]:
         """Return the committed versions, oldest first."""
@@ -172,43 +182,42 @@ class AdapterIngest:
         except FileNotFoundError as error:
             raise NotFound(f"adapter {adapter} is not in the log any more") from error
 
+    @exclusive
     async def _commit(self, name: str, request: CommitAdapter) -> AdapterVersion:
-        async with self._writing:
-            self._fleet.require_followed()
-            asked = request.base_version
-            head = self._log.head()
-            assert head is not None, "the ingest has created version 0"
-            if asked is not None and self._labels.number_of(asked) != head.version:
-                raise VersionConflict(
-                    f"the adapter belongs to weight version {asked}, and version {head.version} is served: push that "
-                    "base again, or train on this one",
-                    {"base_version": asked, "latest_version": head.version},
-                )
-            newest = self.newest(name)
-            if newest is not None and newest.digest == request.digest and request.version in (NEXT, newest.version):
-                return newest  # the answer to an earlier commit was lost
-            try:
-                adapter = await asyncio.to_thread(self._check_and_take_in, name, request, head)
-            except OSError as error:
-                raise RolloutServiceError(f"adapter {name} was not committed: {error}: push it again") from error
-            await self._fleet.follow_adapters()
-            return adapter
+        self._fleet.require_followed()
+        asked = request.base_version
+        head = self._log.head()
+        assert head is not None, "the ingest has created version 0"
+        if asked is not None and self._labels.number_of(asked) != head.version:
+            raise VersionConflict(
+                f"the adapter belongs to weight version {asked}, and version {head.version} is served: push that "
+                "base again, or train on this one",
+                {"base_version": asked, "latest_version": head.version},
+            )
+        if (newest := self._newest_if_same(name, request, request.digest)) is not None:
+            return newest  # the answer to an earlier commit was lost
+        try:
+            adapter = await asyncio.to_thread(self._check_and_take_in, name, request, head)
+        except OSError as error:
+            raise RolloutServiceError(f"adapter {name} was not committed: {error}: push it again") from error
+        await self._fleet.follow_adapters()
+        return adapter
 
-    async def _remove(self, name: str) -> None:
-        async with self._writing:
-            if self.newest(name) is None:
-                known = sorted({adapter.name for adapter in self.live})
-                raise NotFound(f"there is no adapter {name!r}; there are {known}", {"adapters": known})
-            await asyncio.to_thread(self._set, tuple(adapter for adapter in self.live if adapter.name != name))
-            await self._fleet.follow_adapters()
-        await self._sweep()
+    def _newest_if_same(self, name: str, options: AdapterOptions, digest: str | None) -> AdapterVersion | None:
+        """Return the newest version, if it has these files and is the requested one."""
+        newest = self.newest(name)
+        is_same = newest is not None and newest.digest == digest and options.version in (NEXT, newest.version)
+        return newest if is_same else None
 
+    @exclusive
     async def _sweep(self) -> None:
-        """Remove the files of versions that are neither committed nor held by a replica."""
+        await self._remove_unused()
+
+    async def _remove_unused(self) -> None:
+        """Remove the files of versions that are neither committed nor held by a replica. The caller writes alone."""
         held = {each.digest for status in self._fleet.table.live() for each in status.adapters}
         if self._fleet.table.is_complete():
-            async with self._writing:
-                await asyncio.to_thread(self._store.sweep, self.live, held)
+            await asyncio.to_thread(self._store.sweep, self.live, held)
 
     def _status(self, adapter: AdapterVersion) -> AdapterStatus:
         reports = self._fleet.table.adapter(adapter)
@@ -289,11 +298,11 @@ class AdapterIngest:
     ) -> AdapterVersion:
         """Commit a checked adapter for the weights of ``head``. The newest version is returned instead if it has the
         same files. Raises VersionConflict, InsufficientStorage, OSError."""
+        if (same := self._newest_if_same(name, options, digest)) is not None:
+            shutil.rmtree(staged, ignore_errors=True)
+            return same
         newest = self.newest(name)
         last = 0 if newest is None else newest.version
-        if newest is not None and newest.digest == digest and options.version in (NEXT, last):
-            shutil.rmtree(staged, ignore_errors=True)
-            return newest
         number = last + 1 if options.version == NEXT else int(options.version)
         if number <= last:
             raise VersionConflict(

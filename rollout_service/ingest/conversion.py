@@ -42,8 +42,8 @@ class GpuBatch(NamedTuple):
 
     tensors: tuple[UploadTensor, ...]
     copied: Callable[[int], torch.Tensor]
-    """Returns a copy of the given size, uint8 on the GPU, laid out as in ``placed``, queued on the current stream."""
-    plans: "BatchPlans"
+    """Returns a copy, uint8 on the GPU, of at least the given size, laid out as in ``placed``. It is queued on the
+    current stream."""
 
 
 class Bucket(NamedTuple):
@@ -53,9 +53,7 @@ class Bucket(NamedTuple):
     read: Callable[[], Iterable[Named]]
     """Yields the tensors, one after the other. Called from a thread."""
     batch: GpuBatch | None = None
-    """None: the tensors are converted one by one."""
-    executor: Executor | None = None
-    """Executor whose threads convert it; None: that of the conversion."""
+    """Converted by the few threads for GPU memory, with a plan if there is one. None: by the others, one by one."""
     in_turns: bool = False
     """True if its threads take turns, except while they wait for a GPU."""
 
@@ -85,10 +83,16 @@ class Conversion:
         writer: VersionWriter,
         convert: Convert,
         executor: Executor,
+        gpu_executor: Executor | None = None,
     ) -> None:
-        """``convert``: ``Converter.convert``, or an equivalent for tensors that come as they are stored."""
+        """
+        Args:
+            convert: ``Converter.convert``, or an equivalent for tensors that come as they are stored.
+            gpu_executor: converts buckets with a ``batch``; None: ``executor`` does.
+        """
         self.version = version
-        self._writer, self._converts, self._executor = writer, convert, executor
+        self._writer, self._converts = writer, convert
+        self._executor, self._gpu_executor = executor, gpu_executor or executor
         self._tasks: dict[int | None, list[Future[None]]] = defaultdict(list)
         self._failed: dict[int | None, RolloutServiceError] = {}
         """Errors by the keys of their buckets; None: the version is lost."""
@@ -101,6 +105,8 @@ class Conversion:
         """Lock for threads that only launch kernels and wait: see ``BatchedStore``."""
         self.gpu = GPU if writer.are_slots_registered else None
         """The GPU with which the log's memory is registered. Each thread reads tensors in its own stream there."""
+        self.plans: BatchPlans | None = None
+        """Plans for ``gpu``; None: every tensor is converted by itself."""
 
     @property
     def failure(self) -> RolloutServiceError | None:
@@ -120,7 +126,8 @@ class Conversion:
 
         ``key``: a failure holds until ``forget`` is called with this key. None: a failure ends the version.
         """
-        task = (bucket.executor or self._executor).submit(self._convert, bucket, key)
+        executor = self._executor if bucket.batch is None else self._gpu_executor
+        task = executor.submit(self._convert, bucket, key)
         self._tasks[key].append(task)
         return task
 
@@ -172,7 +179,7 @@ class Conversion:
             return
         try:
             batch = bucket.batch
-            plan = None if batch is None or self.gpu is None else batch.plans.of(batch.tensors)
+            plan = None if batch is None or self.plans is None else self.plans.of(batch.tensors)
             if batch is None or plan is None:
                 self._write(bucket.read, self._turn if bucket.in_turns else threading.Lock())
             else:

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 import socket
 import socketserver
 import ssl
@@ -32,6 +33,8 @@ HANDSHAKE_S = 10.0
 READ_S = 60.0
 """Maximum time in seconds without data within a body."""
 MAX_DISCARDED_BYTES = 256 << 20
+_LENGTH = re.compile("[0-9]{1,18}")
+"""A valid Content-Length. ``int`` raises ValueError for thousands of digits."""
 _RETRY_S = 1.0
 
 Handle: TypeAlias = Callable[["Request"], "Reply"]
@@ -133,7 +136,7 @@ class _Connection(BaseHTTPRequestHandler):
         if "Transfer-Encoding" in self.headers:
             self.send_error(411, "chunked bodies are not taken; send Content-Length")
             return
-        if len(self.headers.get_all("Content-Length", [])) > 1 or not (length.isascii() and length.isdigit()):
+        if len(self.headers.get_all("Content-Length", [])) > 1 or _LENGTH.fullmatch(length) is None:
             self.send_error(400, f"Content-Length is {length!r}")
             return
         self._set_body_timeout()

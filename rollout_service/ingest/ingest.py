@@ -7,12 +7,7 @@ import asyncio
 import logging
 import re
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
-
-from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
@@ -24,6 +19,7 @@ from rollout_service.errors import (
 )
 from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.adapters import AdapterIngest
+from rollout_service.ingest.exclusive import exclusive
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.ingest.publisher import Publisher
 from rollout_service.ingest.pulls import Pulls
@@ -42,7 +38,6 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.adapters import AdapterVersion
 from rollout_service.protocol.base import MAX_VERSION, Failure, is_label
 from rollout_service.protocol.fleet import LogPlace, PauseMode, Pin
-from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.upload import (
     Announcement,
     BeginUpload,
@@ -53,7 +48,6 @@ from rollout_service.protocol.upload import (
     RollBack,
     TrainerRecipe,
     UploadPlan,
-    UploadTensor,
 )
 from rollout_service.protocol.weight_log import Head, LogFile, Newest
 from rollout_service.protocol.weights import ServiceState, TensorDigests, WeightStatus
@@ -67,24 +61,6 @@ from rollout_service.store.upload_record import UploadRecord, summary_of, unconf
 
 logger = logging.getLogger(__name__)
 _INTEGER = re.compile("[0-9]{1,16}")
-_Method = TypeVar("_Method", bound=Callable[..., Coroutine[Any, Any, object]])
-
-
-def _exclusive(change: _Method) -> _Method:
-    """Run a change of the log, or of what is staged, alone, and to its end although its caller disconnects.
-
-    Raises NotReady once the ingest stops.
-    """
-
-    @wraps(change)
-    async def whole(self: "Ingest", *args: object, **named: object) -> object:
-        async def alone() -> object:
-            async with self._writing:
-                return await change(self, *args, **named)
-
-        return await self._shielded.run(alone())
-
-    return cast(_Method, whole)
 
 
 class Ingest:
@@ -136,7 +112,7 @@ class Ingest:
         self._summaries: dict[int, WeightStatus] = {}
         self.upload_address: UploadAddress | None = None
         """Address of the listener for parts; set by the code that opens the listener."""
-        self.transfer = WeightTransfer(self)
+        self.transfer = WeightTransfer(self, self._model, self._plan)
         """Weight updates that a trainer broadcasts."""
         self.pulls = Pulls(self, self._uploads.trainer_weights)
         """Versions that a trainer publishes."""
@@ -153,7 +129,8 @@ class Ingest:
 
     def _add_calls(self) -> None:
         """Make the methods of the parts methods of this object, which other processes call: see ``IngestCalls``."""
-        self.take_shared = self._uploads.take_shared
+        self.take_shared, self.chunk = self._uploads.take_shared, self._chunks.chunk
+        self.staged, self.committed = self._uploads.staged, self._uploads.committed
         self.set_paused, self.is_paused = self._fleet.set_paused, self._fleet.is_paused
         self.sleep, self.wake_up, self.is_sleeping = self._fleet.sleep, self._fleet.wake_up, self._fleet.is_sleeping
         self.abort_running, self.drop_kv_cache = self._fleet.abort_running, self._fleet.drop_kv_cache
@@ -287,36 +264,22 @@ class Ingest:
             self._kv_scales.check(kv_scales)
             return await self._uploads.begin_folder(path, number, label, pulled=pulled, kv_scales=kv_scales)
 
-    @_exclusive
+    @exclusive
     async def verify(self, version: int) -> None:
         """Wait until a staged version is converted. Raises the error of the first failed conversion."""
         if version not in self._log.versions():
             await self._uploads.staged(version).finish()
 
-    @_exclusive
+    @exclusive
     async def begin_broadcast(self) -> UploadSession:
         """Stage the next version for tensors that a trainer broadcasts. Raises InsufficientStorage, LogCorrupt."""
         self._fleet.require_followed()
         return await self._uploads.begin_broadcast()
 
-    def check_broadcast(self, tensors: Sequence[UploadTensor], *, whole: bool) -> None:
-        """Compare tensors of a broadcast, or the ``whole`` of it, with the served model. Raises InvalidManifest."""
-        self._model.check_table(tensors, self._plan, whole=whole)
-
     @property
     def adapter_versions(self) -> tuple[AdapterVersion, ...]:
         """Return the adapter versions that replicas should hold, oldest first."""
         return self._adapters.live
-
-    @property
-    def ignored(self) -> IgnoredTensors:
-        """Return the tensors that a trainer may send and that are not stored."""
-        return self._model.ignored
-
-    @property
-    def largest_tensor_bytes(self) -> int:
-        """Return the size in bytes of the served model's largest tensor, in the largest dtype."""
-        return self._model.largest_tensor_bytes
 
     async def commit_broadcast(self, staged: UploadSession, label: str | None) -> WeightStatus:
         """Commit a complete broadcast, and wait until every live replica serves it.
@@ -329,7 +292,7 @@ class Ingest:
         staged.all_came()
         return await self.commit(version, CommitUpload(wait="all"), staged)
 
-    @_exclusive
+    @exclusive
     async def _number_broadcast(self, staged: UploadSession, label: str | None) -> int:
         newest = self._uploads.numbers.newest
         if not staged.in_log and label is not None:
@@ -346,18 +309,10 @@ class Ingest:
                 )  # fmt: skip
         return staged.begin.version
 
-    @_exclusive
+    @exclusive
     async def drop_broadcast(self, staged: UploadSession) -> None:
         """Drop a broadcast, if it is still staged."""
         await self._uploads.drop(staged)
-
-    def staged(self, version: int) -> UploadSession:
-        """Return the upload of ``version``. Raises NotFound."""
-        return self._uploads.staged(version)
-
-    async def committed(self, version: int) -> UploadRecord | None:
-        """Return the upload record of a committed version, if it is in the log."""
-        return await self._uploads.committed(version)
 
     async def commit(self, version: int, request: CommitUpload, meant: UploadSession | None = None) -> WeightStatus:
         """Make a staged version the newest; repeating the commit gets the same answer.
@@ -406,7 +361,7 @@ class Ingest:
         digest = (await self._summary(version)).digest if version in self._log.versions() else None
         await self._fleet.wait_served(version, digest, timeout_s)
 
-    @_exclusive
+    @exclusive
     async def discard(self, version: int) -> None:
         """Drop a staged version. Raises VersionConflict for a committed one, NotFound."""
         if version in self._log.versions():
@@ -482,10 +437,6 @@ class Ingest:
     async def files(self, version: int) -> tuple[LogFile, ...]:
         """Return the files of a committed version, for a node without the log. Raises NotFound."""
         return await asyncio.to_thread(self._chunks.files, version)
-
-    async def chunk(self, version: int, file: str, index: int) -> list[ObjectRef]:
-        """Return one chunk of a file, see ``ChunkServer``. Raises NotFound or LogCorrupt."""
-        return await self._chunks.chunk(version, file, index)
 
     # --- inside
 
@@ -633,7 +584,7 @@ class Ingest:
         await asyncio.sleep(self._expiry_s)
         await self._expire()
 
-    @_exclusive
+    @exclusive
     async def _expire(self) -> None:
         await self._uploads.expire()
 

@@ -15,8 +15,7 @@ import xxhash
 import zstandard
 
 from rollout_service.errors import LogCorrupt, RolloutServiceError, VersionConflict
-from rollout_service.ingest.stores import all_numbers, open_store, published_numbers
-from rollout_service.ingest.trainer_weights import folder_name
+from rollout_service.ingest.stores import all_numbers, folder_name, open_store, published_numbers
 from rollout_service.model.weight_files import INDEX_FILE
 from rollout_service.runtime.tasks import RepeatedTask
 from rollout_service.runtime.threads import in_threads

@@ -22,10 +22,16 @@ from rollout_service.runtime.threads import in_threads
 from rollout_service.store.durable_io import make_private, no_room, remove_tree
 
 _RANGE_BYTES = 16 << 20
-_CONFIG = "config.json"
+CONFIG_FILE = "config.json"
+"""Says how FP8 codes are to be read; not every version has it."""
 _STAMP = "stamp"
 """File with a hash of the index and of what the store says about each file: sizes, times, ETags."""
 _NUMBERED = re.compile(r"weight_v(\d{1,15})")
+
+
+def folder_name(version: str) -> str:
+    """Return the name of a version's folder in its store."""
+    return f"weight_v{int(version):06d}" if version.isdecimal() else version
 
 
 def is_url(store: str) -> bool:
@@ -57,7 +63,7 @@ class Stores:
         if not is_url(store):
             numbers = sorted(_numbers(os.listdir(store)), reverse=True)
             # an older version that cannot be read does not matter
-            return next((n for n in numbers if (Path(store) / f"weight_v{n:06d}" / INDEX_FILE).is_file()), None)
+            return next((n for n in numbers if (Path(store) / folder_name(str(n)) / INDEX_FILE).is_file()), None)
         self.folder(store)
         with open_store(store) as (files, path):
             return next(iter(published_numbers(files, path)), None)
@@ -78,8 +84,8 @@ class Stores:
             except FileNotFoundError:
                 return
             names = _listed(index, remote)
-            if files.exists(f"{remote}/{_CONFIG}"):
-                names.append(_CONFIG)
+            if files.exists(f"{remote}/{CONFIG_FILE}"):
+                names.append(CONFIG_FILE)
             found = {name: files.info(f"{remote}/{name}") for name in names}
             stamp = xxhash.xxh3_128_hexdigest(repr([index, *found.values()]).encode())
             if folder.is_dir():
@@ -109,7 +115,7 @@ class Stores:
 def published_numbers(files: Any, path: str) -> Iterator[int]:
     """Yield the numbers of visible versions in a store, largest first; see ``open_store``."""
     for number in sorted(all_numbers(files, path), reverse=True):
-        if files.exists(f"{path}/weight_v{number:06d}/{INDEX_FILE}"):
+        if files.exists(f"{path}/{folder_name(str(number))}/{INDEX_FILE}"):
             yield number
 
 

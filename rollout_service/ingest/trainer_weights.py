@@ -18,7 +18,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,8 +34,8 @@ from rollout_service.ingest.sources.delta_folder import (
     version_name,
     whole_check,
 )
-from rollout_service.ingest.sources.folder import FolderSource, Header, allowed_path, safetensors_files
-from rollout_service.ingest.stores import Stores, is_url
+from rollout_service.ingest.sources.folder import Entry, FolderSource, Header, allowed_path, safetensors_files
+from rollout_service.ingest.stores import CONFIG_FILE, Stores, folder_name, is_url
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.runtime.threads import in_threads
@@ -53,7 +52,6 @@ _COUNTED = re.compile(r"[1-9]\d*$")
 """The name of a base that a trainer has published, such as ``step-41``. A base that is not there, and has another name,
 ``0`` or ``base``, is the served model."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_CONFIG = "config.json"
 
 
 class _State(Frozen):
@@ -308,8 +306,8 @@ class TrainerWeights:
             raise no_room("the trainer's weights, which deltas change,", self._root, needed)
         state = self._next(plan)
         self._write(files, state.generation, plan.links)
-        if (seed / _CONFIG).is_file():  # says how FP8 codes are to be read
-            shutil.copyfile(seed / _CONFIG, self._root / str(state.generation) / _CONFIG)
+        if (seed / CONFIG_FILE).is_file():
+            shutil.copyfile(seed / CONFIG_FILE, self._root / str(state.generation) / CONFIG_FILE)
         self._become(state)
 
     def _note_pending(self, state: _State, links: Sequence[DeltaFolder]) -> None:
@@ -320,8 +318,8 @@ class TrainerWeights:
         """Apply changes to the kept files, one file after the other, so that only one exists twice."""
         before = self._kept
         self._write(sorted(before.glob("*.safetensors")), state.generation, links, remove=True)
-        if (before / _CONFIG).is_file():
-            os.replace(before / _CONFIG, self._root / str(state.generation) / _CONFIG)
+        if (before / CONFIG_FILE).is_file():
+            os.replace(before / CONFIG_FILE, self._root / str(state.generation) / CONFIG_FILE)
         self._become(state)
 
     def _write(
@@ -389,11 +387,6 @@ class TrainerWeights:
                 remove_tree(path)
 
 
-def folder_name(version: str) -> str:
-    """Return the name of a version's folder in its store."""
-    return f"weight_v{int(version):06d}" if version.isdecimal() else version
-
-
 def _unfinished(target: Path) -> Path:
     return target.with_suffix(".tmp")
 
@@ -406,27 +399,24 @@ def _write_changed(file: Path, target: Path, links: Sequence[DeltaFolder], buffe
     new = os.open(_unfinished(target), os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         os.ftruncate(new, header.stat.st_size)
-        edges = [*(offset for *_, offset in header.entries), header.stat.st_size]
 
-        def change(item: tuple[str, int, int]) -> None:
-            name, start, end = item
-            buffer = buffers.take(end - start)
-            room = buffer[: end - start]
+        def change(entry: Entry) -> None:
+            buffer = buffers.take(entry.nbytes)
+            room = buffer[: entry.nbytes]
 
             def fill(part: slice) -> None:
                 piece = room[part]
-                if read_at(old, start + part.start, piece) < piece.nbytes:
+                if read_at(old, entry.offset + part.start, piece) < piece.nbytes:
                     raise InvalidManifest(
-                        f"{name} was to be read from {file}, which has become shorter; pull a whole folder"
+                        f"{entry.name} was to be read from {file}, which has become shorter; pull a whole folder"
                     )
 
-            fill_changed(name, room, fill, links)
-            write_at(new, room, start)
+            fill_changed(entry.name, room, fill, links)
+            write_at(new, room, entry.offset)
 
-        places = [(name, *place) for (name, *_), place in zip(header.entries, pairwise(edges), strict=True)]
-        places.sort(key=lambda place: place[1] - place[2])  # a thread that began the largest one last would work alone
-        write_at(new, memoryview(os.pread(old, edges[0], 0)), 0)
-        for _ in in_threads(change, places):
+        write_at(new, memoryview(os.pread(old, header.nbytes, 0)), 0)
+        # a thread that began the largest one last would work alone
+        for _ in in_threads(change, sorted(header.entries, key=lambda entry: -entry.nbytes)):
             pass
     finally:
         os.close(old)

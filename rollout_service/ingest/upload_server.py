@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Annotated, TypeVar
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import xxhash
 from pydantic import BaseModel, Field, ValidationError
@@ -183,9 +183,13 @@ class UploadServer:
 
     def _reply(self, request: Request) -> Reply:
         """Answer one request. Called in a connection's thread; raises nothing but ``CutOff``."""
-        route = f"{request.method} {urlsplit(request.target).path}"
         try:
-            answer = self._answer(request)
+            url = urlsplit(request.target)
+        except ValueError as error:
+            return Reply.of_error(MalformedRequest(f"{request.target!r} is not a request target: {error}"))
+        route = f"{request.method} {url.path}"
+        try:
+            answer = self._answer(url, request)
             return Reply(204, b"") if answer is None else Reply.of_json(answer.model_dump(mode="json"))
         except ValidationError as error:
             return Reply.of_error(validation_error(route, error.errors()))
@@ -200,8 +204,7 @@ class UploadServer:
             message = f"{route} failed with {type(error).__name__}: the service's log says more"
             return Reply.of_error(RolloutServiceError(message))
 
-    def _answer(self, request: Request) -> BaseModel | None:
-        url = urlsplit(request.target)
+    def _answer(self, url: SplitResult, request: Request) -> BaseModel | None:
         if match := _PART_PATH.fullmatch(url.path):
             _require_method("PUT", request)
             part = _PartRoute.model_validate_strings({"version": match[1], "part": match[2]})

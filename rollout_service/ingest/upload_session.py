@@ -21,7 +21,6 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollout_service.errors import (
     InvalidDelta,
@@ -35,7 +34,7 @@ from rollout_service.errors import (
 from rollout_service.ingest.conversion import Bucket, Conversion, GpuBatch, TiedHead
 from rollout_service.ingest.resources import Resources
 from rollout_service.ingest.sources.delta import DeltaOfVersion, ReceivedChanges
-from rollout_service.ingest.sources.shared_memory import GPU_BYTES, SharedBatch
+from rollout_service.ingest.sources.shared_memory import GPU_BYTES
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.staged_parts import Incoming, StagedParts, StreamBucket, stream_buckets
 from rollout_service.model.convert import BATCH_BYTES, Named
@@ -49,9 +48,6 @@ from rollout_service.store.staged_file import StagedFile
 from rollout_service.store.upload_record import JOURNAL, STAGED_FILE, UploadRecord, read_record, write_record
 from rollout_service.store.writer import VersionWriter
 
-if TYPE_CHECKING:
-    from rollout_service.ingest.batch_plan import BatchPlans
-
 logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
@@ -63,6 +59,7 @@ class Phase(Enum):
 
     RECEIVING = "parts may come, and replace others"
     CLOSING = "a commit has begun: what is there is what is committed"
+    COMMITTED = "the version is in the log"
     LEFT = "nothing comes in or is converted any more"
 
 
@@ -107,8 +104,9 @@ class UploadSession:
         self._batches: dict[int, asyncio.Task[None]] = {}
         writer, file = self._laid_out(may_have_parts=left is not None)
         convert = (delta or resources.converter).convert
-        self._conversion = Conversion(begin.version, writer, convert, resources.executor)
-        self._plans = None if self._conversion.gpu is None else resources.plans
+        self._conversion = Conversion(begin.version, writer, convert, resources.executor, resources.gpu_executor)
+        if self._conversion.gpu is not None:
+            self._conversion.plans = resources.plans
         self.parts = StagedParts(file, self.record.slots)
         self._buckets: list[StreamBucket] = []
         self._changes: ReceivedChanges | None = None
@@ -121,8 +119,6 @@ class UploadSession:
             self._buckets = stream_buckets(self.begin.tensors, self.record.part_bytes)
         self.touched_at = time.monotonic()
         """Time of the last arrival on this process's monotonic clock: the wall clock may be set."""
-        self.in_log = False
-        """True once the version is committed."""
         self._begun_at = self._received_at = self._stored_at = time.monotonic()
         self._phase = Phase.RECEIVING
         if source is None:
@@ -212,6 +208,11 @@ class UploadSession:
             remove_tree(self.folder)
             self._resources.unmap_removed()
             raise
+
+    @property
+    def in_log(self) -> bool:
+        """Return True once the version is committed."""
+        return self._phase is Phase.COMMITTED
 
     @property
     def needs(self) -> int | None:
@@ -322,7 +323,7 @@ class UploadSession:
 
     def _begin_complete(self, numbers: Iterable[int]) -> None:
         """Convert those of the buckets whose parts are all there."""
-        gpu, plans = self._conversion.gpu, self._plans
+        gpu = self._conversion.gpu
         for number in numbers:
             bucket = self._buckets[number]
             if not self.parts.missing.isdisjoint(bucket.parts):
@@ -330,9 +331,9 @@ class UploadSession:
             work = Bucket([tensor.name for tensor in bucket.tensors], partial(bucket.read, self.parts.file))
             # larger tensors would take too much of the GPU's memory if copied whole
             fits = 0 < bucket.nbytes <= GPU_BYTES
-            if gpu and plans and fits and self.parts.file.is_registered(bucket.offset, bucket.nbytes):
-                batch = GpuBatch(bucket.tensors, partial(bucket.copied, self.parts.file, gpu), plans)
-                work = work._replace(batch=batch, executor=self._resources.gpu_executor, in_turns=True)
+            if gpu and fits and self.parts.file.is_registered(bucket.offset, bucket.nbytes):
+                batch = GpuBatch(bucket.tensors, partial(bucket.copied, self.parts.file, gpu))
+                work = work._replace(batch=batch, in_turns=True)
             self._conversion.begin(work, number)
 
     def _begin_delta(self, part: int, names: list[str]) -> None:
@@ -355,21 +356,20 @@ class UploadSession:
     def _dropped(self) -> NotFound:
         return NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew")
 
-    async def convert_shared(self, number: int, batch: SharedBatch, plans: "BatchPlans | None" = None) -> None:
+    async def convert_shared(self, number: int, buckets: Sequence[Bucket]) -> None:
         """Convert a batch of tensors in a trainer's memory. Return once they are no longer read.
 
-        Repeating a batch number awaits the same conversion. ``plans``: see ``SharedBatch.buckets``.
+        Repeating a batch number awaits the same conversion.
 
         Raises NotFound if the version was discarded meanwhile, or the error of the first failed conversion.
         """
         if number not in self._batches:
-            self._batches[number] = asyncio.create_task(self._convert_shared(batch, plans))
+            self._batches[number] = asyncio.create_task(self._convert_shared(buckets))
         await asyncio.shield(self._batches[number])
         if (failure := self.failure) is not None:
             raise failure
 
-    async def _convert_shared(self, batch: SharedBatch, plans: "BatchPlans | None") -> None:
-        buckets = list(batch.buckets(plans))
+    async def _convert_shared(self, buckets: Sequence[Bucket]) -> None:
         converting = [self.convert(bucket) for bucket in buckets]
         try:
             await asyncio.gather(*map(asyncio.wrap_future, converting))
@@ -437,7 +437,7 @@ class UploadSession:
 
     def committed(self) -> None:
         """Remove the trainer's bytes after the version was committed."""
-        self.in_log = True
+        self._phase = Phase.COMMITTED
         if self.record.num_parts:
             logger.info(
                 "version %d: %d parts of %.1f MB in all received in %.2f s, converted and stored %.2f s after the last",

@@ -23,7 +23,7 @@ from rollout_service.ingest.resources import Resources
 from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_delta
 from rollout_service.ingest.sources.folder import allowed_path
-from rollout_service.ingest.sources.shared_memory import GpuMemory, MappedMemory, SharedBatch, TrainerMemory
+from rollout_service.ingest.sources.shared_memory import TrainerMemory, shared_buckets
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.trainer_weights import TrainerWeights
 from rollout_service.ingest.upload_session import UploadSession, parts_folder, read_left_record
@@ -80,7 +80,7 @@ class Uploads:
         self._config, self._log, self._model, self._plan, self._recipe = config, log, model, plan, recipe
         self.resources = Resources(config, log, model, converter)
         registered = self.resources.registered
-        self._trainer_memory = TrainerMemory(registered, self.resources.gpu_executor)
+        self._trainer_memory = TrainerMemory(registered)
         kept = config.trainer_root or log.root / "trainer"
         self.trainer_weights = TrainerWeights(
             kept, model.path, config.source_roots, config.source_urls, model.ignored, registered
@@ -378,15 +378,9 @@ class Uploads:
             )
         memory = self._trainer_memory.opened(source)
         if memory is None:
-            memory = await asyncio.to_thread(self._opened, source)
-        plans = self.resources.plans if isinstance(memory, GpuMemory) else None
-        await staged.convert_shared(batch.batch, SharedBatch(staged.begin.announced_tensors, batch, memory), plans)
-
-    def _opened(self, source: SharedMemorySource) -> MappedMemory:
-        memory = self._trainer_memory.open(source)
-        if isinstance(memory, GpuMemory):
-            _ = self.resources.plans  # import in this thread: it takes a second
-        return memory
+            memory = await asyncio.to_thread(self._trainer_memory.open, source)
+        buckets = list(shared_buckets(staged.begin.announced_tensors, batch, memory))
+        await staged.convert_shared(batch.batch, buckets)
 
     async def expire(self) -> None:
         """Drop uploads without activity for too long, and release the memory of trainers that have ended."""

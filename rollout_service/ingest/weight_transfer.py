@@ -44,10 +44,11 @@ from rollout_service.errors import (
     WeightTransferFailed,
 )
 from rollout_service.ingest.conversion import Bucket
-from rollout_service.ingest.receiver.receiver import RING_BYTES, Read, Receiver, backend_here
+from rollout_service.ingest.receiver.receiver import Read, Receiver, backend_here
 from rollout_service.ingest.upload_session import UploadSession
-from rollout_service.protocol.ignored import IGNORED_BYTES, IgnoredTensors
-from rollout_service.protocol.ring import aligned
+from rollout_service.model.quant_plan import QuantPlan
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.upload import SourceDtype, UploadTensor
 from rollout_service.protocol.weight_transfer import (
     TensorsToCome,
@@ -66,14 +67,7 @@ _Result = TypeVar("_Result")
 class Versions(Protocol):
     """The methods of the ingest that a transfer uses; see ``ingest/ingest.py``."""
 
-    @property
-    def largest_tensor_bytes(self) -> int: ...
-
-    @property
-    def ignored(self) -> IgnoredTensors: ...
-
     async def begin_broadcast(self) -> UploadSession: ...
-    def check_broadcast(self, tensors: Sequence[UploadTensor], *, whole: bool) -> None: ...
     async def commit_broadcast(self, staged: UploadSession, label: str | None) -> WeightStatus: ...
     async def drop_broadcast(self, staged: UploadSession) -> None: ...
 
@@ -128,7 +122,7 @@ class Group:
     def __init__(self, init: TransferInit, backend: TransferBackend, largest_tensor_bytes: int) -> None:
         """Start to join the group. Raises OSError if the process cannot be started."""
         self.init, self.used = init, False
-        self.receiver = Receiver(max(RING_BYTES, IGNORED_BYTES, aligned(largest_tensor_bytes)))
+        self.receiver = Receiver(largest_tensor_bytes)
         self.joining = _task(self.receiver.join(init, backend))
         self.last: Reception | None = None
         self.finished_tables: Sequence[TensorsToCome] = ()
@@ -148,8 +142,8 @@ class Group:
 class WeightTransfer:
     """Weight updates by vLLM's protocol, of one trainer at a time. Lives in the ingest's event loop."""
 
-    def __init__(self, versions: Versions) -> None:
-        self._versions = versions
+    def __init__(self, versions: Versions, model: ServedModel, plan: QuantPlan) -> None:
+        self._versions, self._model, self._plan = versions, model, plan
         self._group: Group | None = None
         self._update: Update | None = None
         self._error: str | None = None
@@ -182,7 +176,7 @@ class WeightTransfer:
             if not await self._is_repeat(init):
                 await self._leave_group("another trainer has taken its place")
                 try:
-                    self._group = Group(init, backend_here(), self._versions.largest_tensor_bytes)
+                    self._group = Group(init, backend_here(), self._model.largest_tensor_bytes)
                 except OSError as error:
                     raise self._failed(f"no receiver process can be started: {error}") from error
                 self._error = None
@@ -260,7 +254,7 @@ class WeightTransfer:
             (announced,) = announced
         try:
             tensors: TensorsToCome = fail_fast_validator(TensorsToCome).validate_python(announced)
-            ignored, limit = self._versions.ignored, self._versions.largest_tensor_bytes
+            ignored, limit = self._model.ignored, self._model.largest_tensor_bytes
             named = zip(tensors.names, tensors.sizes, strict=True)
             largest = max((size for name, size in named if not ignored.may_have(name, size, limit)), default=0)
             if not largest:
@@ -307,14 +301,14 @@ class WeightTransfer:
         """Record the announced tensors. If they do not fit the model, the update fails, but its tensors are
         received."""
         try:
-            ignored = self._versions.ignored
+            ignored = self._model.ignored
             if left_out := ignored.summary(tensors.names):
                 logger.info("version %d: %s", update.staged.begin.version, left_out)
             new = tuple(_upload_tensors(tensors, ignored))
             again = sorted({tensor.name for tensor in new} & update.announced.keys())
             if again or len({tensor.name for tensor in new}) < len(new):
                 raise InvalidManifest(f"tensors came twice in one update: {', '.join(again[:4]) or 'in one request'}")
-            self._versions.check_broadcast(new, whole=False)
+            self._model.check_table(new, self._plan, whole=False)
             update.announced |= {tensor.name: tensor for tensor in new}
         except InvalidManifest as error:
             update.failure = update.failure or error
@@ -343,7 +337,7 @@ class WeightTransfer:
         try:
             if update.failure is not None:
                 raise update.failure
-            self._versions.check_broadcast(tuple(update.announced.values()), whole=True)
+            self._model.check_table(tuple(update.announced.values()), self._plan)
             status = await self._versions.commit_broadcast(update.staged, label)
             update.group.finished_tables = update.tables
             return status

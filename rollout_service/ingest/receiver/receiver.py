@@ -28,14 +28,14 @@ from rollout_service.ingest.receiver.process import (
     run,
 )
 from rollout_service.ingest.sources.source import as_tensor
+from rollout_service.protocol.ignored import IGNORED_BYTES
+from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.weight_transfer import TensorsToCome, TransferBackend, TransferInit
 from rollout_service.runtime.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
 CONTEXT: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
-RING_BYTES = 512 << 20
-"""Minimum size in bytes of the memory shared by receiver and ingest; larger only if a single tensor needs it."""
 JOIN_TIMEOUT_S = 360.0
 """Timeout in seconds, slightly above those of the links, so that their own errors are reported."""
 SILENCE_TIMEOUT_S = 330.0
@@ -60,9 +60,10 @@ class Receiver:
     WeightTransferFailed, and the process is killed.
     """
 
-    def __init__(self, memory_bytes: int = RING_BYTES) -> None:
-        """Start the process. ``memory_bytes``: of the shared memory, at least the largest tensor's. Raises OSError."""
-        self._memory = SharedMemory.create(memory_bytes)
+    def __init__(self, largest_tensor_bytes: int = 0) -> None:
+        """Start the process. ``largest_tensor_bytes``: size of the largest tensor that is stored. Raises OSError."""
+        # a tensor that is left out passes through the memory, too
+        self._memory = SharedMemory.create(max(IGNORED_BYTES, aligned(largest_tensor_bytes)))
         self._messages: asyncio.Queue[FromProcess | None] = asyncio.Queue()
         self._in_use: deque[Future[None] | None] = deque()
         self._why_ended: str | None = None

@@ -60,8 +60,10 @@ class ReceivedChanges:
     def __init__(self, parts: StagedParts, begin: BeginUpload) -> None:
         self._parts, self._begin = parts, begin
         self._names = [tensor.name for tensor in begin.tensors]
-        self._part_of = {self._names[i]: part for part, tensors in enumerate(begin.delta_parts) for i in tensors}
-        self._place_of = {self._names[i]: i - tensors.start for tensors in begin.delta_parts for i in tensors}
+        self._places = {
+            self._names[i]: (part, i - tensors.start) for part, tensors in enumerate(begin.delta_parts) for i in tensors
+        }
+        """Part that covers each tensor, and the tensor's place in its header."""
         self._headers: dict[int, PartHeader] = {}
 
     def add(self, part: int, nbytes: int) -> list[str]:
@@ -90,7 +92,7 @@ class ReceivedChanges:
         """Yield the change of each of these tensors, None if unchanged. Their parts must have arrived. Raises
         OSError."""
         for name in names:
-            part, place = self._part_of[name], self._place_of[name]
+            part, place = self._places[name]
             header = self._headers[part]
             change = header.changes[place]
             if change is None:

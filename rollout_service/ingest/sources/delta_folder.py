@@ -263,14 +263,13 @@ class DeltaFolder:
             if self._roots is not None:
                 allowed_path(path, self._roots)
             header = Header.of(path)
-            ends = [offset for *_, offset in header.entries[1:]] + [header.stat.st_size]
-            for (name, _, _, offset), end in zip(header.entries, ends, strict=True):
+            for name, _, _, offset, nbytes in header.entries:
                 if name in found:  # XOR twice would undo the change
                     raise InvalidManifest(f"{name} is in {found[name]} and in {path}: write each tensor once")
                 if name not in header.metadata:
                     raise InvalidManifest(f"{path} has no checksum of {name}: write it into the file's __metadata__")
                 found[name] = path
-                yield name, _Change(path, offset, end - offset, header.metadata[name])
+                yield name, _Change(path, offset, nbytes, header.metadata[name])
         if lost := sorted(listed.keys() - found.keys()):
             raise InvalidManifest(f"{self.folder / INDEX_FILE} names {lost[0]}, which no file holds")
 

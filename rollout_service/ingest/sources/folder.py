@@ -7,7 +7,6 @@ are therefore read, never mapped, and checked for changes at each read. If a map
 
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -25,7 +24,7 @@ from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.model.weight_files import INDEX_FILE, weight_files
 from rollout_service.protocol.base import wrong_fields
 from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
-from rollout_service.protocol.upload import DTYPE_BYTES, SourceDtype, UploadTensor
+from rollout_service.protocol.upload import SourceDtype, UploadTensor
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.store.buffers import ThreadBuffers, round_up
 from rollout_service.store.layout import groups_of
@@ -63,27 +62,27 @@ def allowed_path(path: Path, roots: tuple[Path, ...]) -> Path:
     return resolved
 
 
-class SourceTensor(NamedTuple):
-    """One entry of a header."""
+class Entry(NamedTuple):
+    """One tensor in the header of a safetensors file."""
 
-    dtype: SourceDtype
+    name: str
+    dtype: str
+    """The name that safetensors gives it."""
     shape: tuple[int, ...]
     offset: int
     """Offset in the file, in bytes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+    nbytes: int
 
 
 class Header(NamedTuple):
     """The header of a safetensors file."""
 
-    entries: list[tuple[str, str, tuple[int, ...], int]]
-    """Names, dtypes, shapes and offsets in the file of all tensors, in the order of their bytes."""
+    entries: list[Entry]
+    """All tensors, in the order of their bytes."""
     metadata: dict[str, str]
     """The texts under ``__metadata__``."""
+    nbytes: int
+    """Size in bytes of the header itself."""
     stat: os.stat_result
 
     @classmethod
@@ -96,7 +95,7 @@ class Header(NamedTuple):
                 entries = _entries(header, stat.st_size)
         except (SafetensorError, OSError) as error:
             raise InvalidManifest(f"{path} is not a safetensors file: {error}") from error
-        return cls(entries, json.loads(header[8:]).get("__metadata__") or {}, stat)
+        return cls(entries, json.loads(header[8:]).get("__metadata__") or {}, len(header), stat)
 
 
 class SourceFile:
@@ -110,30 +109,29 @@ class SourceFile:
         self.path = path
         self.ignored: list[str] = []
         """Names of the tensors that are left out."""
-        self.tensors: dict[str, SourceTensor] = {}
-        """Tensors by name, in the order of their bytes."""
+        self.tensors: dict[str, Entry] = {}
+        """Tensors by name, in the order of their bytes, with the dtypes of a tensor table."""
         header = Header.of(path)
         self._stat = header.stat
-        for name, dtype, shape, offset in header.entries:
-            if name in ignored:
-                self.ignored.append(name)
-            else:
-                self.tensors[name] = SourceTensor(self._known(name, dtype), shape, offset)
+        for entry in header.entries:
+            if entry.name in ignored:
+                self.ignored.append(entry.name)
+                continue
+            if entry.dtype not in _DTYPES:
+                raise InvalidManifest(
+                    f"{entry.name} in {path.name} is {entry.dtype}; the ingest takes {', '.join(_DTYPES)} and "
+                    "quantizes itself",
+                    {"tensor": entry.name, "dtype": entry.dtype},
+                )
+            self.tensors[entry.name] = entry._replace(dtype=_DTYPES[entry.dtype])
 
-    def _known(self, name: str, dtype: str) -> SourceDtype:
-        if dtype not in _DTYPES:
-            raise InvalidManifest(
-                f"{name} in {self.path.name} is {dtype}; the ingest takes {', '.join(_DTYPES)} and quantizes itself",
-                {"tensor": name, "dtype": dtype},
-            )
-        return _DTYPES[dtype]
-
-    def read(self, fd: int, name: str, room: memoryview, start: int = 0) -> None:
-        """Fill ``room`` with the tensor's bytes from ``start`` on. ``fd``: the open file. Raises InvalidManifest if the
-        file was changed, or OSError."""
-        done = read_at(fd, self.tensors[name].offset + start, room)
+    def read(self, fd: int, name: str, room: memoryview, place: slice) -> None:
+        """Fill ``room[place]`` with these bytes of a tensor. ``fd``: the open file. Raises InvalidManifest if the file
+        was changed, or OSError."""
+        wanted = room[place]
+        done = read_at(fd, self.tensors[name].offset + place.start, wanted)
         before, now = self._stat, os.fstat(fd)  # after reading, so that a write before or during the read is detected
-        if done < room.nbytes or _identity(now) != _identity(before):
+        if done < wanted.nbytes or _identity(now) != _identity(before):
             raise InvalidManifest(
                 f"{name} was to be read from {self.path}, which has changed since its version was begun: "
                 f"{before.st_size} bytes, modified at {before.st_mtime:.3f}, and {now.st_size} bytes, "
@@ -200,30 +198,26 @@ class FolderSource:
             with file.path.open("rb", buffering=0) as opened:
                 for name, nbytes in of_file:
                     data, room = room[:nbytes], room[round_up(nbytes) :]
-                    fill = partial(_read_range, file, opened.fileno(), name, data)
+                    fill = partial(file.read, opened.fileno(), name, data)
                     if self._change is None:
                         fill(slice(0, nbytes))
                     else:
                         self._change(name, data, fill)
-                    tensor = file.tensors[name]
-                    read = as_tensor(data, tensor.dtype, tensor.shape)
-                    yield name, read.float() if _is_widened(name, tensor.dtype) else read
+                    entry = file.tensors[name]
+                    read = as_tensor(data, entry.dtype, entry.shape)
+                    yield name, read.float() if _is_widened(entry) else read
 
     def _described(self, file: SourceFile) -> Iterator[UploadTensor]:
-        for name, tensor in file.tensors.items():
+        for name, entry in file.tensors.items():
             self._file_of[name] = file
-            dtype: SourceDtype = "float32" if _is_widened(name, tensor.dtype) else tensor.dtype
+            dtype = "float32" if _is_widened(entry) else entry.dtype
             try:
-                described = UploadTensor(name=name, dtype=dtype, shape=tensor.shape)
+                described = UploadTensor.model_validate({"name": name, "dtype": dtype, "shape": entry.shape})
             except ValidationError as error:
                 raise InvalidManifest(
                     f"{name!r} in {file.path} is no tensor of a model: {wrong_fields(error)}"
                 ) from error
             yield described
-
-
-def _read_range(file: SourceFile, fd: int, name: str, room: memoryview, place: slice) -> None:
-    file.read(fd, name, room[place], place.start)
 
 
 def safetensors_files(folder: Path, roots: tuple[Path, ...] | None) -> list[Path]:
@@ -253,8 +247,8 @@ def safetensors_files(folder: Path, roots: tuple[Path, ...] | None) -> list[Path
     return files
 
 
-def _is_widened(name: str, dtype: SourceDtype) -> bool:
-    return name.endswith(SCALE_SUFFIX) and dtype == "bfloat16"
+def _is_widened(entry: Entry) -> bool:
+    return entry.name.endswith(SCALE_SUFFIX) and entry.dtype == "bfloat16"
 
 
 def _require_our_blocks(config: Path, roots: tuple[Path, ...] | None) -> None:
@@ -298,8 +292,8 @@ def _header(fd: int, file_bytes: int) -> bytes:
     return header
 
 
-def _entries(header: bytes, file_bytes: int) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Return names, dtypes, shapes and offsets of all tensors, in the order of their bytes.
+def _entries(header: bytes, file_bytes: int) -> list[Entry]:
+    """Return all tensors, in the order of their bytes.
 
     The library maps the file that it opens. It therefore gets a copy with this header, and zeros in place of the data.
     """
@@ -309,10 +303,11 @@ def _entries(header: bytes, file_bytes: int) -> list[tuple[str, str, tuple[int, 
         os.ftruncate(memory, file_bytes)
         with safe_open(f"/proc/self/fd/{memory}", framework="pt") as reader:
             slices = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
-            places = json.loads(header[8:])  # the library has validated it
+            described = json.loads(header[8:])  # the library has validated it
+            places = [described[name]["data_offsets"] for name, _ in slices]
             return [
-                (name, entry.get_dtype(), tuple(entry.get_shape()), len(header) + places[name]["data_offsets"][0])
-                for name, entry in slices
+                Entry(name, tensor.get_dtype(), tuple(tensor.get_shape()), len(header) + start, end - start)
+                for (name, tensor), (start, end) in zip(slices, places, strict=True)
             ]
     finally:
         os.close(memory)

@@ -5,11 +5,9 @@ of a GPU that this process does not see.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -17,7 +15,6 @@ from rollout_service.errors import InvalidRequest, NotShared
 from rollout_service.gpu.memory import OtherGpuMemory
 from rollout_service.ingest.conversion import Bucket, GpuBatch
 from rollout_service.ingest.sources.source import as_tensor, of_dtype
-from rollout_service.ingest.staged_parts import coalesced
 from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import (
     SHARED_ALIGNMENT,
@@ -30,9 +27,6 @@ from rollout_service.protocol.upload import (
 from rollout_service.runtime.shared_memory import SharedMemory, machine
 from rollout_service.runtime.views import view_at
 from rollout_service.store.mapped_files import Registered
-
-if TYPE_CHECKING:
-    from rollout_service.ingest.batch_plan import BatchPlans
 
 _MOST_MEMORIES = 16
 """Maximum number of mapped trainer memories."""
@@ -50,14 +44,13 @@ class _HostMemory:
 
     def __init__(self, memory: SharedMemory, registered: Registered | None) -> None:
         self.nbytes, self.group_bytes = memory.nbytes, _HOST_BYTES
-        self.executor: Executor | None = None
         self._memory = memory
         self._unregister: Callable[[], None] | None = None if registered is None else registered(memory.view)
 
-    def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors at these offsets, as views of the memory. Finish using each one before requesting the next."""
-        for tensor, offset in places:
-            data = self._memory.view[offset : offset + tensor.nbytes]
+    def read(self, tensors: Sequence[UploadTensor], offset: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors from ``offset`` on, as views of the memory. Finish each one before requesting the next."""
+        for tensor, start in placed(tensors, offset):
+            data = self._memory.view[start : start + tensor.nbytes]
             yield tensor.name, as_tensor(data, tensor.dtype, tensor.shape)
 
     def close(self) -> None:
@@ -69,32 +62,28 @@ class _HostMemory:
 class GpuMemory:
     """A staging buffer in a trainer's GPU memory."""
 
-    def __init__(self, page: SharedMemory, memory: OtherGpuMemory, executor: Executor | None) -> None:
+    def __init__(self, page: SharedMemory, memory: OtherGpuMemory) -> None:
         self.nbytes, self.group_bytes = memory.nbytes, GPU_BYTES
-        self.executor = executor
         self._page, self._memory = page, memory
 
-    def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors at these offsets, on the GPU. Finish using each one before requesting the next."""
-        found = list(places)
-        sizes = [aligned(tensor.nbytes) for tensor, _ in found]
-        copies = self._memory.room(sum(sizes))
-        starts = list(accumulate(sizes, initial=0))[:-1]
-        wanted = ((offset, start, each.nbytes) for (each, offset), start in zip(found, starts, strict=True))
-        for offset, start, nbytes in coalesced(wanted):
-            self._memory.copy(offset, copies[start : start + nbytes])
+    def read(self, tensors: Sequence[UploadTensor], offset: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors from ``offset`` on, on the GPU. Finish using each one before requesting the next."""
+        places = list(placed(tensors, 0))
+        last, start = places[-1]
+        copies = self.copied(offset, start + last.nbytes)
         of_dtypes: dict[str, torch.Tensor] = {}
-        for (tensor, _), start in zip(found, starts, strict=True):
+        for tensor, start in places:
             if tensor.dtype not in of_dtypes:
                 of_dtypes[tensor.dtype] = of_dtype(copies, tensor.dtype, (-1,))
             whole = of_dtypes[tensor.dtype]
             yield tensor.name, view_at(whole, start // whole.element_size(), tensor.shape)
 
     def copied(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a copy of ``nbytes`` bytes from ``offset`` on, uint8, queued on the current stream."""
-        copies = self._memory.room(nbytes)
+        """Return a copy of ``nbytes`` bytes from ``offset`` on, uint8, queued on the current stream. It is padded, so
+        that it can be viewed in any dtype."""
+        copies = self._memory.room(aligned(nbytes))
         if nbytes:
-            self._memory.copy(offset, copies)
+            self._memory.copy(offset, copies[:nbytes])
         return copies
 
     def close(self) -> None:
@@ -104,20 +93,15 @@ class GpuMemory:
 
 
 MappedMemory: TypeAlias = _HostMemory | GpuMemory
-"""A trainer's memory, mapped in this process: ``group_bytes`` are what one thread should convert at a time, and
-``executor`` converts it; None: the ingest's."""
+"""A trainer's memory, mapped in this process: ``group_bytes`` are what one thread should convert at a time."""
 
 
 class TrainerMemory:
     """The mapped memories of trainers, by name. Thread-safe."""
 
-    def __init__(self, registered: Registered | None = None, gpu_executor: Executor | None = None) -> None:
-        """
-        Args:
-            registered: registers memory with the GPU that quantizes; None: there is none.
-            gpu_executor: converts tensors from GPU memory; None: the same executor as for all others.
-        """
-        self._registered, self._gpu_executor = registered, gpu_executor
+    def __init__(self, registered: Registered | None = None) -> None:
+        """``registered``: registers memory with the GPU that quantizes; None: there is none."""
+        self._registered = registered
         self._opened: dict[str, tuple[MappedMemory, SharedMemorySource]] = {}
         self._lock = threading.Lock()
 
@@ -151,7 +135,7 @@ class TrainerMemory:
             raise OSError("the ingest has no GPU: weights.ingest_num_gpus is 0")
         page = self._host_memory(source)
         try:
-            return GpuMemory(page, OtherGpuMemory(source.handle, source.handle_bytes), self._gpu_executor)
+            return GpuMemory(page, OtherGpuMemory(source.handle, source.handle_bytes))
         except OSError:
             page.close()
             raise
@@ -185,44 +169,37 @@ class TrainerMemory:
             self._opened = {}
 
 
-class SharedBatch:
-    """The tensors of one ``SharedTensors``."""
+def shared_buckets(announced: Sequence[UploadTensor], batch: SharedTensors, memory: MappedMemory) -> Iterator[Bucket]:
+    """Yield the tensors of ``batch`` in buckets, each for one thread.
 
-    def __init__(self, announced: Sequence[UploadTensor], batch: SharedTensors, memory: MappedMemory) -> None:
-        """``announced``: all tensors of the version. Raises InvalidRequest for a tensor number that does not exist, or
-        a range outside the memory."""
-        self._memory, self._offset = memory, batch.offset
-        self._tensors = tuple(announced[batch.first : batch.first + batch.count])
-        if len(self._tensors) < batch.count:
-            raise InvalidRequest(
-                f"tensors {batch.first} to {batch.first + batch.count - 1} are said to lie in the memory, and "
-                f"{len(announced)} were announced",
-                {"first": batch.first, "count": batch.count, "announced": len(announced)},
-            )
-        *_, (last, offset) = placed(self._tensors, batch.offset)
-        if batch.offset % SHARED_ALIGNMENT or offset + last.nbytes > memory.nbytes:
-            raise InvalidRequest(
-                f"{batch.count} tensors from {batch.offset} on end with {last.name}, which has {last.nbytes} bytes "
-                f"from {offset} on: they begin at multiples of {SHARED_ALIGNMENT}, and the memory has {memory.nbytes}",
-                {"tensor": last.name, "offset": offset, "memory_bytes": memory.nbytes},
-            )
+    ``announced``: all tensors of the version. Raises InvalidRequest for a tensor number that does not exist, or a range
+    outside the memory.
+    """
+    tensors = tuple(announced[batch.first : batch.first + batch.count])
+    if len(tensors) < batch.count:
+        raise InvalidRequest(
+            f"tensors {batch.first} to {batch.first + batch.count - 1} are said to lie in the memory, and "
+            f"{len(announced)} were announced",
+            {"first": batch.first, "count": batch.count, "announced": len(announced)},
+        )
+    places = list(placed(tensors, batch.offset))
+    last, offset = places[-1]
+    if batch.offset % SHARED_ALIGNMENT or offset + last.nbytes > memory.nbytes:
+        raise InvalidRequest(
+            f"{batch.count} tensors from {batch.offset} on end with {last.name}, which has {last.nbytes} bytes "
+            f"from {offset} on: they begin at multiples of {SHARED_ALIGNMENT}, and the memory has {memory.nbytes}",
+            {"tensor": last.name, "offset": offset, "memory_bytes": memory.nbytes},
+        )
+    first = nbytes = 0
+    for end, (tensor, _) in enumerate(places, start=1):
+        nbytes += tensor.nbytes
+        if nbytes >= memory.group_bytes or end == len(places):
+            yield _bucket(tensors[first:end], places[first][1], memory)
+            first, nbytes = end, 0
 
-    def buckets(self, plans: "BatchPlans | None" = None) -> Iterator[Bucket]:
-        """Yield buckets, each for one thread. ``plans``: for GPU memory; None: tensors are converted one by one."""
-        first = nbytes = 0
-        begins = self._offset
-        for number, (tensor, offset) in enumerate(placed(self._tensors, self._offset)):
-            if number == first:
-                begins = offset
-            nbytes += tensor.nbytes
-            if nbytes >= self._memory.group_bytes or number == len(self._tensors) - 1:
-                yield self._bucket(self._tensors[first : number + 1], begins, plans)
-                first, nbytes = number + 1, 0
 
-    def _bucket(self, tensors: tuple[UploadTensor, ...], offset: int, plans: "BatchPlans | None") -> Bucket:
-        memory, batch = self._memory, None
-        if plans is not None and isinstance(memory, GpuMemory):
-            batch = GpuBatch(tensors, partial(memory.copied, offset), plans)
-        names = [tensor.name for tensor in tensors]
-        in_turns = memory.executor is not None
-        return Bucket(names, lambda: memory.read(placed(tensors, offset)), batch, memory.executor, in_turns)
+def _bucket(tensors: tuple[UploadTensor, ...], offset: int, memory: MappedMemory) -> Bucket:
+    """Return a bucket of adjacent tensors. ``offset``: of the first one in the memory."""
+    names = [tensor.name for tensor in tensors]
+    batch = GpuBatch(tensors, partial(memory.copied, offset)) if isinstance(memory, GpuMemory) else None
+    return Bucket(names, lambda: memory.read(tensors, offset), batch, in_turns=batch is not None)

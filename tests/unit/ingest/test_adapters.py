@@ -1,9 +1,12 @@
 """Adapters, from the client over HTTP to a real ingest and its log."""
 
+import asyncio
 import errno
 import json
 import os
 import shutil
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +28,54 @@ from rollout_service.errors import (
     UploadIncomplete,
     VersionConflict,
 )
-from rollout_service.protocol.adapters import CONFIG_FILE, TENSORS_FILE, AdapterUpload, BeginAdapter, CommitAdapter
+from rollout_service.protocol.adapters import (
+    CONFIG_FILE,
+    TENSORS_FILE,
+    AdapterStatus,
+    AdapterUpload,
+    BeginAdapter,
+    CommitAdapter,
+)
 from rollout_service.store import adapters as adapter_store
 from rollout_service.store.adapters import AdapterStore
 from tests.support.adapters import CONFIG, RANK, adapter_tensors, save_adapter
-from tests.unit.client.real_ingest import real_ingest
-from tests.unit.ingest.trainer import changed, config_of, started
+from tests.unit.client.real_ingest import RealIngest, real_ingest
+from tests.unit.ingest.faults import fail, of
+from tests.unit.ingest.trainer import changed, config_of, settle, started
 
 ADAPTERS: dict[str, Any] = {"engine": {"adapters": {"max_live": 3, "max_rank": 8}}}
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
-async def test_a_pushed_adapter_is_a_version_of_the_log(model, tmp_path):
+@pytest.fixture
+async def service(model: Path, tmp_path: Path) -> AsyncIterator[RealIngest]:
+    async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service:
+        yield service
+
+
+@pytest.fixture
+async def client(service: RealIngest) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(service.url, retries=1) as client:
+        yield client
+
+
+async def push(client: RolloutClient, model: Path, seed: int = 1, name: str = "run-a", **how: Any) -> AdapterStatus:
+    """Push an adapter of random numbers."""
+    return await client.push_adapter(name, adapter_tensors(model, seed), config=CONFIG, wait="none", **how)
+
+
+async def test_a_pushed_adapter_is_a_version_of_the_log(service, client, model, tmp_path):
     tensors = adapter_tensors(model, 1)
     folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 2))
-    async with (
-        real_ingest(model, tmp_path / "log", **ADAPTERS) as service,
-        RolloutClient(service.url) as client,
-    ):
-        first = await client.push_adapter("run-a", tensors, config=CONFIG, label="step-1", base_version=0, wait="none")
-        again = await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
-        assert again == first and (first.name, first.version, first.rank, first.label) == ("run-a", 1, RANK, "step-1")
-        second = await client.push_adapter("run-a", folder, version=7, wait="none")
-        assert (second.version, second.base_version) == (7, 0) and second.digest != first.digest
-        assert await client.adapters() == [first, second]
-        AdapterStore(service.log.root).verify(second)
-        with pytest.raises(VersionConflict, match="has version 7: push a newer one than that, and not 6"):
-            await client.push_adapter("run-a", tensors, config=CONFIG, version=6, wait="none")
+    first = await client.push_adapter("run-a", tensors, config=CONFIG, label="step-1", base_version=0, wait="none")
+    again = await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
+    assert again == first and (first.name, first.version, first.rank, first.label) == ("run-a", 1, RANK, "step-1")
+    second = await client.push_adapter("run-a", folder, version=7, wait="none")
+    assert (second.version, second.base_version) == (7, 0) and second.digest != first.digest
+    assert await client.adapters() == [first, second]
+    AdapterStore(service.log.root).verify(second)
+    with pytest.raises(VersionConflict, match="has version 7: push a newer one than that, and not 6"):
+        await client.push_adapter("run-a", tensors, config=CONFIG, version=6, wait="none")
 
 
 async def test_a_restarted_ingest_has_the_committed_adapters(model, tmp_path):
@@ -63,99 +87,91 @@ async def test_a_restarted_ingest_has_the_committed_adapters(model, tmp_path):
         assert await again.adapters() == [pushed]
 
 
-async def test_older_versions_leave_a_place_free(model, tmp_path):
-    async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
-        for seed in range(1, 6):
-            await client.push_adapter("run-a", adapter_tensors(model, seed), config=CONFIG, wait="none")
-        assert [str(each) for each in service.ingest.adapter_versions] == ["run-a@4", "run-a@5"]
-        for name in ("run-b", "run-c"):
-            await client.push_adapter(name, adapter_tensors(model, 1), config=CONFIG, wait="none")
-        assert [str(each) for each in service.ingest.adapter_versions] == ["run-a@5", "run-b@1", "run-c@1"]
-        assert len(list((service.log.root / "adapters").glob("*/*"))) == 3
-        with pytest.raises(VersionConflict, match="remove one of run-a, run-b, run-c"):
-            await client.push_adapter("run-d", adapter_tensors(model, 1), config=CONFIG, wait="none")
-        await client.remove_adapter("run-b")
-        await client.push_adapter("run-d", adapter_tensors(model, 1), config=CONFIG, wait="none")
-        assert len(list((service.log.root / "adapters").glob("*/*"))) == 3
+async def test_older_versions_leave_a_place_free(service, client, model):
+    for seed in range(1, 6):
+        await push(client, model, seed)
+    assert [str(each) for each in service.ingest.adapter_versions] == ["run-a@4", "run-a@5"]
+    for name in ("run-b", "run-c"):
+        await push(client, model, name=name)
+    assert [str(each) for each in service.ingest.adapter_versions] == ["run-a@5", "run-b@1", "run-c@1"]
+    assert len(list((service.log.root / "adapters").glob("*/*"))) == 3
+    with pytest.raises(VersionConflict, match="remove one of run-a, run-b, run-c"):
+        await push(client, model, name="run-d")
+    await client.remove_adapter("run-b")
+    await push(client, model, name="run-d")
+    assert len(list((service.log.root / "adapters").glob("*/*"))) == 3
 
 
-async def test_a_rollback_commits_the_files_of_an_older_version(model, tmp_path):
-    async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
-        first, _ = [
-            await client.push_adapter("run-a", adapter_tensors(model, seed), config=CONFIG, wait="none")
-            for seed in (1, 2)
-        ]
-        again = await client.rollback_adapter("run-a", 1, wait="none")
-        assert (again.version, again.digest, again.nbytes, again.rank) == (3, first.digest, first.nbytes, first.rank)
-        AdapterStore(service.log.root).verify(again)
-        assert await client.rollback_adapter("run-a", 3, wait="none") == again
-        with pytest.raises(NotFound, match=r"adapter run-a has no version 1 any more: give one of \[2, 3\]"):
-            await client.rollback_adapter("run-a", 1, wait="none")
+async def test_a_rollback_commits_the_files_of_an_older_version(service, client, model):
+    first, _ = [await push(client, model, seed) for seed in (1, 2)]
+    again = await client.rollback_adapter("run-a", 1, wait="none")
+    assert (again.version, again.digest, again.nbytes, again.rank) == (3, first.digest, first.nbytes, first.rank)
+    AdapterStore(service.log.root).verify(again)
+    assert await client.rollback_adapter("run-a", 3, wait="none") == again
+    with pytest.raises(NotFound, match=r"adapter run-a has no version 1 any more: give one of \[2, 3\]"):
+        await client.rollback_adapter("run-a", 1, wait="none")
 
 
-async def test_a_new_base_is_refused_while_adapters_live(model, tmp_path, weights):
-    async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
-        await client.push_weights(1, changed(weights, 1), wait="none")
-        with pytest.raises(VersionConflict, match="belongs to weight version 0, and version 1 is served"):
-            await client.push_adapter("run-a", adapter_tensors(model, 1), config=CONFIG, base_version=0, wait="none")
-        await client.push_adapter("run-a", adapter_tensors(model, 1), config=CONFIG, wait="none")
-        with pytest.raises(VersionConflict, match="the adapters run-a belong to the served weights"):
-            await client.push_weights(2, changed(weights, 2), wait="none")
-        with pytest.raises(VersionConflict, match="the adapters run-a belong to the served weights"):
-            await client.rollback(0, wait="none")
-        await client.remove_adapter("run-a")
-        assert (await client.push_weights(2, changed(weights, 2), wait="none")).version == 2
+async def test_a_new_base_is_refused_while_adapters_live(client, model, weights):
+    await client.push_weights(1, changed(weights, 1), wait="none")
+    with pytest.raises(VersionConflict, match="belongs to weight version 0, and version 1 is served"):
+        await push(client, model, base_version=0)
+    await push(client, model)
+    with pytest.raises(VersionConflict, match="the adapters run-a belong to the served weights"):
+        await client.push_weights(2, changed(weights, 2), wait="none")
+    with pytest.raises(VersionConflict, match="the adapters run-a belong to the served weights"):
+        await client.rollback(0, wait="none")
+    await client.remove_adapter("run-a")
+    assert (await client.push_weights(2, changed(weights, 2), wait="none")).version == 2
 
 
-async def test_a_configuration_that_is_not_served_is_named(model, tmp_path):
+async def test_a_configuration_that_is_not_served_is_named(client, model):
     tensors = adapter_tensors(model, 1)
-    async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
-        for changes, why in (
-            ({"peft_type": "LOHA"}, "only LORA is served"),
-            ({"use_dora": True}, "the adapter has DoRA"),
-            ({"modules_to_save": ["lm_head"]}, r"whole modules \(modules_to_save\)"),
-            ({"bias": "all"}, "only none is served"),
-            ({"init_lora_weights": "pissa"}, "changes the base model"),
-            ({"r": 16}, "rank 16, and engine.adapters.max_rank is 8"),
-            ({"rank_pattern": {"q_proj": 9}}, "rank 9, and engine.adapters.max_rank is 8"),
-            ({"r": True}, "give positive numbers"),
-            ({"lora_alpha": "4"}, "lora_alpha is '4'"),
-        ):
-            with pytest.raises(InvalidManifest, match=why):
-                await client.push_adapter("run-a", tensors, config=CONFIG | changes, wait="none")
+    for changes, why in (
+        ({"peft_type": "LOHA"}, "only LORA is served"),
+        ({"use_dora": True}, "the adapter has DoRA"),
+        ({"modules_to_save": ["lm_head"]}, r"whole modules \(modules_to_save\)"),
+        ({"bias": "all"}, "only none is served"),
+        ({"init_lora_weights": "pissa"}, "changes the base model"),
+        ({"r": 16}, "rank 16, and engine.adapters.max_rank is 8"),
+        ({"rank_pattern": {"q_proj": 9}}, "rank 9, and engine.adapters.max_rank is 8"),
+        ({"r": True}, "give positive numbers"),
+        ({"lora_alpha": "4"}, "lora_alpha is '4'"),
+    ):
+        with pytest.raises(InvalidManifest, match=why):
+            await client.push_adapter("run-a", tensors, config=CONFIG | changes, wait="none")
 
 
-async def test_tensors_that_do_not_fit_the_model_are_named(model, tmp_path):
-    async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
-        for name, tensor, why in (
-            (f"{Q}.lora_A.weight", torch.zeros(RANK, 64), "is the adapter of another base model"),
-            (f"{Q}.lora_B.weight", torch.zeros(256, RANK + 1), "is the adapter of another base model"),
-            (f"{Q}.lora_A.weight", None, "q_proj has lora_B alone"),
-            (f"{Q}x.lora_A.weight", torch.zeros(RANK, 256), "q_projx, which is no linear layer here"),
-            (f"{Q}.lora_magnitude_vector", torch.zeros(256), "is neither lora_A nor lora_B"),
-            (f"{Q}.lora_A.weight", torch.full((RANK, 256), torch.nan), "values that are not finite"),
-            (f"{Q}.lora_A.weight", torch.zeros(RANK, 256, dtype=torch.int8), "send float32, bfloat16 or float16"),
-        ):
-            given = adapter_tensors(model, 1) | {name: tensor}
-            tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-            with pytest.raises(InvalidManifest, match=why):
-                await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
-        assert service.ingest.adapter_versions == ()
+async def test_tensors_that_do_not_fit_the_model_are_named(service, client, model):
+    for name, tensor, why in (
+        (f"{Q}.lora_A.weight", torch.zeros(RANK, 64), "is the adapter of another base model"),
+        (f"{Q}.lora_B.weight", torch.zeros(256, RANK + 1), "is the adapter of another base model"),
+        (f"{Q}.lora_A.weight", None, "q_proj has lora_B alone"),
+        (f"{Q}x.lora_A.weight", torch.zeros(RANK, 256), "q_projx, which is no linear layer here"),
+        (f"{Q}.lora_magnitude_vector", torch.zeros(256), "is neither lora_A nor lora_B"),
+        (f"{Q}.lora_A.weight", torch.full((RANK, 256), torch.nan), "values that are not finite"),
+        (f"{Q}.lora_A.weight", torch.zeros(RANK, 256, dtype=torch.int8), "send float32, bfloat16 or float16"),
+    ):
+        given = adapter_tensors(model, 1) | {name: tensor}
+        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+        with pytest.raises(InvalidManifest, match=why):
+            await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
+    assert service.ingest.adapter_versions == ()
 
 
-async def test_an_upload_is_complete_before_it_is_committed(model, tmp_path):
-    async with started(config_of(model, tmp_path / "log", **ADAPTERS)) as ingest:
-        upload = await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100))
-        assert upload.missing == (0,)
-        with pytest.raises(UploadIncomplete):
-            await ingest.commit_adapter("run-a", CommitAdapter(digest=upload.digest))
-        with pytest.raises(InvalidRequest, match="part 0 has 3 bytes, and must have 100"):
-            await ingest.adapter_part("run-a", upload.digest, 0, b"abc")
-        with pytest.raises(InvalidManifest, match="takes"):
-            await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=1 << 40))
-        folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))  # outside of the roots
-        with pytest.raises(Forbidden):
-            await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
+async def test_an_upload_is_complete_before_it_is_committed(start, model, tmp_path):
+    ingest = await start(model, tmp_path / "log", **ADAPTERS)
+    upload = await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100))
+    assert upload.missing == (0,)
+    with pytest.raises(UploadIncomplete):
+        await ingest.commit_adapter("run-a", CommitAdapter(digest=upload.digest))
+    with pytest.raises(InvalidRequest, match="part 0 has 3 bytes, and must have 100"):
+        await ingest.adapter_part("run-a", upload.digest, 0, b"abc")
+    with pytest.raises(InvalidManifest, match="takes"):
+        await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=1 << 40))
+    folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))  # outside of the roots
+    with pytest.raises(Forbidden):
+        await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
 
 
 async def test_a_refused_folder_leaves_no_copy(model, tmp_path):
@@ -178,60 +194,78 @@ async def test_a_refused_folder_leaves_no_copy(model, tmp_path):
     ],
 )
 async def test_an_adapter_that_a_disk_did_not_take_can_be_pushed_again(
-    model, tmp_path, monkeypatch, number, error, why
+    service, client, model, monkeypatch, number, error, why
 ):
-    def failing(path: Path, text: str) -> None:
-        raise OSError(number, os.strerror(number), str(path))
-
     tensors = adapter_tensors(model, 1)
-    async with (
-        real_ingest(model, tmp_path / "log", **ADAPTERS) as service,
-        RolloutClient(service.url, retries=1) as client,
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(adapter_store, "replace_synced", failing)
-            with pytest.raises(RolloutServiceError, match=why) as failed:
-                await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
-        assert type(failed.value) is error and service.ingest.adapter_versions == ()
-        pushed = await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
-        assert pushed.version == 1
-        AdapterStore(service.log.root).verify(pushed)
+    with monkeypatch.context() as patch:
+        fail(patch, adapter_store, "replace_synced", number)
+        with pytest.raises(RolloutServiceError, match=why) as failed:
+            await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
+    assert type(failed.value) is error and service.ingest.adapter_versions == ()
+    pushed = await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
+    assert pushed.version == 1
+    AdapterStore(service.log.root).verify(pushed)
 
 
-async def test_an_upload_whose_folder_is_gone_is_begun_anew(model, tmp_path):
+async def test_an_upload_whose_folder_is_gone_is_begun_anew(start, model, tmp_path):
     begin = BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100, nonce="0" * 32)
-    async with started(config_of(model, tmp_path / "log", **ADAPTERS)) as ingest:
-        upload = await ingest.begin_adapter("run-a", begin)
+    ingest = await start(model, tmp_path / "log", **ADAPTERS)
+    upload = await ingest.begin_adapter("run-a", begin)
+    await ingest.adapter_part("run-a", upload.digest, 0, bytes(100))
+    assert (await ingest.begin_adapter("run-a", begin)).missing == ()
+    assert upload.folder is not None
+    shutil.rmtree(upload.folder)
+    with pytest.raises(NotFound, match="adapter run-a has no upload"):
         await ingest.adapter_part("run-a", upload.digest, 0, bytes(100))
-        assert (await ingest.begin_adapter("run-a", begin)).missing == ()
-        assert upload.folder is not None
-        shutil.rmtree(upload.folder)
-        assert await ingest.begin_adapter("run-a", begin) == upload
-        staging = Path(upload.folder).parent
-        shutil.rmtree(staging)
-        staging.write_text("in the way")
-        with pytest.raises(RolloutServiceError, match=r"adapter run-a cannot be uploaded: .*; push it again"):
-            await ingest.begin_adapter("run-a", begin)
-        staging.unlink()
-        assert await ingest.begin_adapter("run-a", begin) == upload
+    assert await ingest.begin_adapter("run-a", begin) == upload
+    staging = Path(upload.folder).parent
+    shutil.rmtree(staging)
+    staging.write_text("in the way")
+    with pytest.raises(RolloutServiceError, match=r"adapter run-a cannot be uploaded: .*; push it again"):
+        await ingest.begin_adapter("run-a", begin)
+    staging.unlink()
+    assert await ingest.begin_adapter("run-a", begin) == upload
 
 
-async def test_an_upload_without_an_answer_of_the_disk_stops_no_other(model, tmp_path, monkeypatch):
+async def test_an_upload_without_an_answer_of_the_disk_stops_no_other(start, model, tmp_path, monkeypatch):
     begin = BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100, nonce="0" * 32)
-    folder, stat = save_adapter(tmp_path / "peft", adapter_tensors(model, 1)), os.stat
-    async with started(config_of(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path]})) as ingest:
-        upload = await ingest.begin_adapter("run-a", begin)
+    folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))
+    ingest = await start(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path]})
+    upload = await ingest.begin_adapter("run-a", begin)
+    with monkeypatch.context() as disk:
+        fail(disk, os, "stat", errno.ESTALE, of(upload.folder))
+        pushed = await ingest.commit_adapter("run-b", CommitAdapter(path=str(folder)))
+    assert (pushed.name, pushed.version) == ("run-b", 1)
+    assert await ingest.begin_adapter("run-a", begin) == upload
 
-        def stale(path: object, **options: bool) -> os.stat_result:
-            if str(path) == upload.folder:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-            return stat(path, **options)
 
-        with monkeypatch.context() as disk:
-            disk.setattr(os, "stat", stale)
-            pushed = await ingest.commit_adapter("run-b", CommitAdapter(path=str(folder)))
-        assert (pushed.name, pushed.version) == ("run-b", 1)
-        assert await ingest.begin_adapter("run-a", begin) == upload
+@pytest.mark.parametrize("method", ["staging", "sweep"], ids=["begins an upload", "removes files"])
+async def test_a_change_whose_caller_leaves_goes_on_alone(start, model, tmp_path, monkeypatch, method):
+    ingest = await start(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path]})
+    working, may_go, real = threading.Event(), threading.Event(), getattr(AdapterStore, method)
+
+    def held(*arguments: Any) -> Any:
+        working.set()
+        assert may_go.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr(AdapterStore, method, held)
+    if method == "staging":
+        call = ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100))
+    else:
+        folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))
+        call = ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
+    leaving = asyncio.create_task(call)
+    assert await asyncio.to_thread(working.wait, 60)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    other = asyncio.create_task(ingest.discard(7))
+    await settle()
+    waits = not other.done()
+    may_go.set()
+    with pytest.raises(NotFound, match="version 7 is not staged"):
+        await other
+    assert waits
 
 
 async def test_a_client_of_the_host_writes_the_file_and_others_send_parts(model, tmp_path):

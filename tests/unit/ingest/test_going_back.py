@@ -8,10 +8,10 @@ import pytest
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import NotFound, QuantizationError, VersionConflict
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.protocol.upload import Announcement, CommitUpload, RollBack, UploadPlan
+from rollout_service.protocol.upload import UPLOADER_HEADER, Announcement, CommitUpload, RollBack
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, replica, started, stream_of
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, parts_of, replica, started
 
 
 @pytest.fixture
@@ -23,20 +23,12 @@ def announced(weights: Weights, label: str | None = None, uploader: str = "one")
     return Announcement(version="next", tensors=begin_of(0, weights).tensors, label=label, uploader=uploader)
 
 
-async def send(trainer: Trainer, plan: UploadPlan, weights: Weights, parts: list[int], uploader: str = "one") -> None:
-    stream = stream_of(weights)
-    for part in parts:
-        data = stream[part * plan.part_bytes : (part + 1) * plan.part_bytes]
-        reply = await trainer.put(plan.version, part, data, **{"X-Uploader": uploader})
-        assert reply.status_code == 200, reply.text
-
-
 async def push(
     ingest: Ingest, trainer: Trainer, weights: Weights, label: str | None = None, uploader: str = "one"
 ) -> WeightStatus:
     """A whole push of the next version."""
     plan = await ingest.begin(announced(weights, label, uploader))
-    await send(trainer, plan, weights, list(plan.missing_parts), uploader)
+    await trainer.send(plan, parts_of(weights), **{UPLOADER_HEADER: uploader})
     return await ingest.commit(plan.version, CommitUpload())
 
 
@@ -52,13 +44,12 @@ class TestNext:
         assert (await push(ingest, trainer, weights, "run/step-3", "restarted")).version == 10
         assert await ingest.version_of("run/step-3") == 10
 
-    async def test_a_begin_that_is_repeated_has_the_same_number(self, ingest, weights, config):
+    async def test_a_begin_that_is_repeated_has_the_same_number(self, ingest, weights, restarted):
         first = await ingest.begin(announced(weights))
         assert await ingest.begin(announced(weights)) == first
-        await ingest.stop()
-        async with started(config) as again:
-            assert (await again.begin(announced(weights))).version == first.version == 1
-            assert (await again.begin(announced(weights, uploader="another"))).version == 2
+        again = await restarted()
+        assert (await again.begin(announced(weights))).version == first.version == 1
+        assert (await again.begin(announced(weights, uploader="another"))).version == 2
 
     async def test_a_number_that_is_being_uploaded_is_passed_over(self, ingest, trainer, weights):
         await trainer.upload(5, weights, order=[0])
@@ -75,10 +66,10 @@ class TestNext:
 
     async def test_a_label_goes_on_with_what_a_trainer_left(self, ingest, trainer, weights):
         first = await ingest.begin(announced(weights, "run/step-3"))
-        await send(trainer, first, weights, [0, 1])
+        await trainer.send(first, parts_of(weights), [0, 1], **{UPLOADER_HEADER: "one"})
         second = await ingest.begin(announced(weights, "run/step-3", "restarted"))
         assert second.version == first.version and set(second.digests) == {0, 1}
-        await send(trainer, second, weights, list(second.missing_parts), "restarted")
+        await trainer.send(second, parts_of(weights), **{UPLOADER_HEADER: "restarted"})
         assert (await ingest.commit(first.version, CommitUpload())).label == "run/step-3"
 
     async def test_a_version_that_failed_leaves_its_number(self, ingest, trainer, weights):
@@ -92,7 +83,7 @@ class TestNext:
         begin = begin_of(4, weights).model_copy(update={"label": "a"})
         for announced in (begin, begin_of(4, weights), begin.model_copy(update={"label": "b"})):
             plan = await ingest.begin(announced)
-        await send(trainer, plan, weights, list(plan.missing_parts), "")
+        await trainer.send(plan, parts_of(weights), **{UPLOADER_HEADER: ""})
         assert (await ingest.commit(4, CommitUpload())).label == "b"
         with pytest.raises(VersionConflict, match="committed with the label 'b', and the label 'a' now"):
             await ingest.begin(begin)
@@ -158,12 +149,11 @@ class TestRollback:
             ingest.staged(2)
         assert (await ingest.commit(9, CommitUpload())).version == 9
 
-    async def test_a_restarted_ingest_knows_labels_and_rollbacks(self, ingest, trainer, weights, config):
+    async def test_a_restarted_ingest_knows_labels_and_rollbacks(self, ingest, trainer, weights, restarted):
         for step in (1, 2):
             await push(ingest, trainer, changed(weights, step), f"run/step-{step}")
         back = await ingest.roll_back(RollBack(to="run/step-1"))
-        await ingest.stop()
-        async with started(config) as again:
-            assert await again.status(back.version) == back
-            assert await again.version_of("run/step-1") == back.version
-            assert (await again.begin(begin_of(back.version, changed(weights, 1)))).state == "committed"
+        again = await restarted()
+        assert await again.status(back.version) == back
+        assert await again.version_of("run/step-1") == back.version
+        assert (await again.begin(begin_of(back.version, changed(weights, 1)))).state == "committed"

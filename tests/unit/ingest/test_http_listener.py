@@ -111,6 +111,7 @@ class TestBody:
         [
             (b"Transfer-Encoding: chunked", 411),
             (b"Content-Length: -1", 400),
+            (b"Content-Length: " + b"9" * 5000, 400),
             (b"Content-Length: 1\r\nContent-Length: 2", 400),
         ],
     )

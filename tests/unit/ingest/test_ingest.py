@@ -1,7 +1,5 @@
 """The life of a version in the ingest: begun, uploaded, converted, committed, and what is refused on the way."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,31 +13,11 @@ from rollout_service.errors import (
     UploadIncomplete,
     VersionConflict,
 )
-from rollout_service.ingest.ingest import Ingest
-from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, Delta, PathSource
 from tests.unit.ingest import expected
-from tests.unit.ingest.trainer import begin_of, changed, config_of
+from tests.unit.ingest.trainer import begin_of, changed
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
-
-
-@pytest.fixture(scope="session")
-def fingerprint(model: Path) -> str:
-    return ServedModel.load(model).fingerprint
-
-
-@pytest.fixture
-async def from_paths(model: Path, tmp_path: Path) -> Ingest:
-    """An ingest that may read below ``tmp_path/sources``."""
-    (tmp_path / "sources").mkdir()
-    ingest = Ingest(config_of(model, tmp_path / "log", weights={"source_roots": [tmp_path / "sources"]}).resolved())
-    await ingest.start()
-    return ingest
-
-
-def path_of(version: int, path: Path) -> BeginUpload:
-    return BeginUpload(version=version, source=PathSource(path=path))
 
 
 class TestUpload:
@@ -66,9 +44,10 @@ class TestUpload:
         await trainer.upload(1, sent, order=[*range(1, parts, 2), *reversed(range(0, parts, 2))])
         assert (await ingest.commit(1, CommitUpload())).digest == expected.digest(sent, fingerprint)
 
-    async def test_without_quantization_every_tensor_is_stored_in_bf16(self, model, tmp_path, weights, fingerprint):
-        ingest = Ingest(config_of(model, tmp_path / "log", quant={"weights": "none"}))
-        await ingest.start()
+    async def test_without_quantization_every_tensor_is_stored_in_bf16(
+        self, start, model, tmp_path, weights, fingerprint
+    ):
+        ingest = await start(model, tmp_path / "log", quant={"weights": "none"})
         assert (await ingest.status(0)).digest == expected.digest(weights, fingerprint, fp8=False)
 
     async def test_a_commit_before_all_parts_came_lists_those_missing(self, ingest, trainer, weights):
@@ -156,12 +135,14 @@ class TestUpload:
 
 class TestPath:
     async def test_weights_are_read_from_a_path_below_an_allowed_root(
-        self, from_paths, model, tmp_path, weights, fingerprint
+        self, start, model, tmp_path, weights, fingerprint
     ):
+        allowed, sent = tmp_path / "sources", changed(weights, 0.125)
+        allowed.mkdir()
+        ingest = await start(model, tmp_path / "log", weights={"source_roots": [allowed]})
         with pytest.raises(Forbidden):
-            await from_paths.begin(path_of(1, model))
-        sent = changed(weights, 0.125)
-        save_file(sent, tmp_path / "sources" / "model.safetensors")
-        plan = await from_paths.begin(path_of(1, tmp_path / "sources"))
+            await ingest.begin(BeginUpload(version=1, source=PathSource(path=model)))
+        save_file(sent, allowed / "model.safetensors")
+        plan = await ingest.begin(BeginUpload(version=1, source=PathSource(path=allowed)))
         assert plan.num_parts == 0 and plan.missing_parts == ()
-        assert (await from_paths.commit(1, CommitUpload())).digest == expected.digest(sent, fingerprint)
+        assert (await ingest.commit(1, CommitUpload())).digest == expected.digest(sent, fingerprint)

@@ -32,14 +32,7 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.upload_record import JOURNAL, RECORD_FILE, STAGED_FILE, read_record
 from tests.unit.client.real_ingest import real_ingest
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, replica, started, stream_of
-
-PART_BYTES = 64 << 10
-
-
-def parts_of(weights: Weights) -> list[bytes]:
-    stream = stream_of(weights)
-    return [stream[i : i + PART_BYTES] for i in range(0, len(stream), PART_BYTES)]
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, parts_of, replica, started
 
 
 async def race(url: str, pushes: list[Weights]) -> list[WeightStatus | BaseException]:
@@ -106,15 +99,13 @@ class TestTwoTrainers:
 
     async def test_the_last_announcement_of_a_version_wins(self, ingest, trainer, weights):
         first, other = {"X-Uploader": "first"}, changed(weights, 1.0)
-        await ingest.begin(begin_of(1, other).model_copy(update={"uploader": "first"}))
-        for number, part in enumerate(parts_of(other)[:-1]):
-            assert (await trainer.put(1, number, part, **first)).status_code == 200
+        plan = await ingest.begin(begin_of(1, other).model_copy(update={"uploader": "first"}))
+        await trainer.send(plan, parts_of(other), plan.missing_parts[:-1], **first)
         plan = await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "second"}))
         assert plan.missing_parts == (len(parts_of(weights)) - 1,)
         late = await trainer.put(1, plan.missing_parts[0], parts_of(other)[-1], **first)
         assert late.status_code == 409 and "a push that was announced later" in late.text
-        for number, part in enumerate(parts_of(weights)):
-            assert (await trainer.put(1, number, part, **{"X-Uploader": "second"})).status_code == 200
+        await trainer.send(plan, parts_of(weights), range(plan.num_parts), **{"X-Uploader": "second"})
         both = [upload_digest(ingest.staged(1).parts.digests[i] for i in range(len(parts_of(weights)))), "0" * 32]
         with pytest.raises(VersionConflict, match="was announced again since") as refused:
             await ingest.commit(1, CommitUpload(upload_digest="0" * 32))
@@ -123,17 +114,16 @@ class TestTwoTrainers:
         assert committed.digest == (await trainer.push(2, weights)).digest
 
     async def test_unquantizable_parts_can_be_replaced(self, ingest, trainer, weights):
-        await ingest.begin(begin_of(1, weights))
+        plan = await ingest.begin(begin_of(1, weights))
         broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
-        last = len(parts_of(weights)) - 1
-        for number, part in [*enumerate(parts_of(broken)), *list(enumerate(parts_of(weights)))[:last]]:
-            assert (await trainer.put(1, number, part)).status_code == 200
+        await trainer.send(plan, parts_of(broken))
+        await trainer.send(plan, parts_of(weights), plan.missing_parts[:-1])
         with pytest.raises(QuantizationError, match="is nan"):
             await ingest.commit(1, CommitUpload())
         await ingest.discard(1)
         await ingest.begin(begin_of(1, weights))
-        for number, part in [*list(enumerate(parts_of(broken)))[:5], *enumerate(parts_of(weights))]:
-            assert (await trainer.put(1, number, part)).status_code == 200
+        await trainer.send(plan, parts_of(broken), range(5))
+        await trainer.send(plan, parts_of(weights))
         assert (await ingest.commit(1, CommitUpload())).digest == (await trainer.push(2, weights)).digest
         assert (await ingest.status(1)).error is None
 
@@ -177,8 +167,7 @@ class TestRestart:
         async with started(config) as again:
             assert [status.version for status in await again.versions()] == [0, 1]
             assert set((await again.status(1)).missing_parts) == set(range(plan.num_parts)) - {0, 2, 5}
-            for number in set(range(plan.num_parts)) - {0, 2, 5}:
-                assert (await Trainer(again).put(1, number, parts_of(weights)[number])).status_code == 200
+            await Trainer(again).send(plan, parts_of(weights), set(range(plan.num_parts)) - {0, 2, 5})
             status = await again.commit(1, CommitUpload())
             assert status.digest == (await Trainer(again).push(2, weights)).digest
             log.verify(log.manifest(1))
@@ -366,15 +355,14 @@ class TestFullDisk:
     async def test_a_full_disk_during_an_upload_or_a_commit_loses_nothing(self, model, small_disk, weights):
         async with started(config_of(model, small_disk / "log")) as ingest:
             trainer, parts = Trainer(ingest), parts_of(weights)
-            await trainer.upload(1, weights, order=[0])
+            plan = await trainer.upload(1, weights, order=[0])
             filler = fill(small_disk, 4096)
             full = await trainer.put(1, 1, parts[1])
             assert full.status_code == 507
             assert full.json()["error"]["detail"]["needed_bytes"] == len(parts[1])
             filler.unlink()
             assert set((await ingest.status(1)).missing_parts) == set(range(1, len(parts)))
-            for number in range(1, len(parts)):
-                assert (await trainer.put(1, number, parts[number])).status_code == 200
+            await trainer.send(plan, parts, range(1, len(parts)))
             filler = fill(small_disk, 0)
             with pytest.raises(InsufficientStorage, match="manifest of version 1"):
                 await ingest.commit(1, CommitUpload())

@@ -36,13 +36,11 @@ class TestCodes:
         assert recipe.model_copy(update={"ignored": expected.ignored}) == expected
         assert "model.layers.0.self_attn.rotary_emb.inv_freq" in recipe.ignored
 
-    async def test_the_recipe_names_the_kernels_and_the_kv_cache(self, model, tmp_path):
-        ingest = Ingest(config_of(model, tmp_path / "log", scaling={"num_gpus": 1}))
-        await ingest.start()
+    async def test_the_recipe_names_the_kernels_and_the_kv_cache(self, start, model, tmp_path):
+        ingest = await start(model, tmp_path / "log", scaling={"num_gpus": 1})
         before = await ingest.recipe()
         await ingest.choose_kv_cache(KVCacheChoice(dtype="bfloat16", why="its keys are too large"))
         after = await ingest.recipe()
-        await ingest.stop()
         assert (before.kernels, before.kv_cache, after.kv_cache) == ("cuda_compiled", None, "bfloat16")
         fixed = Ingest(config_of(model, tmp_path / "log", kv_cache={"dtype": "fp8_e4m3"}))
         assert (await fixed.recipe()).kv_cache == "fp8_e4m3"
@@ -57,10 +55,9 @@ class TestCodes:
 
     @pytest.mark.parametrize("form", [FP8_CHANNEL, INT8_CHANNEL], ids=lambda form: form.name)
     async def test_codes_and_scales_of_channels_make_the_same_version_as_the_weights(
-        self, form, model, tmp_path, weights
+        self, start, form, model, tmp_path, weights
     ):
-        ingest = Ingest(config_of(model, tmp_path / "log", quant={"weights": form.name}))
-        await ingest.start()
+        ingest = await start(model, tmp_path / "log", quant={"weights": form.name})
         codes, manifest = await quantized(ingest, weights), WeightLog(tmp_path / "log").manifest(0)
         assert (manifest.recipe.weights, manifest.recipe.block) == (form.name, None)
         assert {t.dtype for t in manifest.tensors if t.name == UP_PROJ} == {form.codes}
@@ -74,9 +71,8 @@ class TestCodes:
         with pytest.raises(InvalidManifest, match=f"1 unknown: {UP_SCALES}"):
             await Trainer(ingest).push(4, in_fp8)
 
-    async def test_scales_of_powers_of_two_are_another_recipe(self, model, tmp_path, weights):
-        ingest = Ingest(config_of(model, tmp_path / "log", quant={"scales": "power_of_two"}))
-        await ingest.start()
+    async def test_scales_of_powers_of_two_are_another_recipe(self, start, model, tmp_path, weights):
+        ingest = await start(model, tmp_path / "log", quant={"scales": "power_of_two"})
         codes, manifest = await quantized(ingest, weights), WeightLog(tmp_path / "log").manifest(0)
         assert manifest.recipe.scales == "power_of_two"
         assert (torch.frexp(codes[UP_SCALES]).mantissa == 0.5).all()
@@ -95,12 +91,6 @@ def publish(model: Path, stored: Weights, folder: Path) -> Path:
     return folder
 
 
-async def started(model: Path, root: Path) -> Ingest:
-    ingest = Ingest(config_of(model, root))
-    await ingest.start()
-    return ingest
-
-
 @pytest.fixture
 async def stored(ingest: Ingest, log: WeightLog) -> dict[str, torch.Tensor]:
     """What version 0 consists of, as its own file has it."""
@@ -108,15 +98,15 @@ async def stored(ingest: Ingest, log: WeightLog) -> dict[str, torch.Tensor]:
 
 
 class TestPublished:
-    async def test_version_0_may_be_a_published_fp8_checkpoint(self, tmp_path, moe_model):
-        unquantized = await started(moe_model, tmp_path / "log")
+    async def test_version_0_may_be_a_published_fp8_checkpoint(self, start, tmp_path, moe_model):
+        unquantized = await start(moe_model, tmp_path / "log")
         codes = await quantized(unquantized, folder_weights(moe_model))
-        released = await started(publish(moe_model, codes, tmp_path / "fp8"), tmp_path / "log-of-released")
+        released = await start(publish(moe_model, codes, tmp_path / "fp8"), tmp_path / "log-of-released")
         assert (await released.status(0)).digest == (await unquantized.status(0)).digest
 
-    async def test_published_scales_in_bf16_are_widened_exactly(self, model, tmp_path, stored):
+    async def test_published_scales_in_bf16_are_widened_exactly(self, start, model, tmp_path, stored):
         narrow = {n: t.bfloat16() if n.endswith("_scale_inv") else t for n, t in stored.items()}
-        await started(publish(model, narrow, tmp_path / "fp8"), tmp_path / "log-of-released")
+        await start(publish(model, narrow, tmp_path / "fp8"), tmp_path / "log-of-released")
         kept = load_file(tmp_path / "log-of-released" / "0" / "weights-00001.safetensors")
         assert kept[UP_SCALES].dtype == torch.float32 and torch.equal(kept[UP_SCALES], narrow[UP_SCALES].float())
         assert not torch.equal(kept[UP_SCALES], stored[UP_SCALES])
@@ -130,15 +120,17 @@ class TestPublished:
             ({"quant_method": "compressed-tensors"}, r"quant_method=compressed-tensors .*give the unquantized weights"),
         ],
     )
-    async def test_a_checkpoint_that_is_quantized_otherwise_is_refused(self, model, tmp_path, stored, said, complaint):
+    async def test_a_checkpoint_that_is_quantized_otherwise_is_refused(
+        self, start, model, tmp_path, stored, said, complaint
+    ):
         released = publish(model, stored, tmp_path / "fp8")
         config = json.loads((released / "config.json").read_text())
         config["quantization_config"] |= said
         (released / "config.json").write_text(json.dumps(config))
         with pytest.raises(InvalidManifest, match=complaint):
-            await started(released, tmp_path / "log-of-released")
+            await start(released, tmp_path / "log-of-released")
 
-    async def test_a_checkpoint_with_per_tensor_scales_is_refused(self, model, tmp_path, stored):
+    async def test_a_checkpoint_with_per_tensor_scales_is_refused(self, start, model, tmp_path, stored):
         per_tensor = {n.replace("_scale_inv", "_scale"): t for n, t in stored.items()}
         with pytest.raises(InvalidManifest, match=r"unknown: .*weight_scale\b.*missing: .*weight_scale_inv"):
-            await started(publish(model, per_tensor, tmp_path / "fp8"), tmp_path / "log-of-released")
+            await start(publish(model, per_tensor, tmp_path / "fp8"), tmp_path / "log-of-released")

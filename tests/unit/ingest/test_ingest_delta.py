@@ -3,7 +3,7 @@
 import asyncio
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -36,8 +36,8 @@ from rollout_service.protocol.upload import (
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import tensor_digests
+from tests.support.tensor_changes import encode
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, open_files, started
-from tests.unit.protocol.test_delta import encode
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
@@ -67,22 +67,15 @@ class DeltaTrainer(Trainer):
             announced = announced.model_copy(update={"delta": announced.delta.model_copy(update=lies)})
         return await self._ingest.begin(announced), parts_of(announced, changes)
 
-    async def send_parts(self, plan: UploadPlan, parts: Sequence[bytes], order: Iterable[int] | None = None) -> None:
-        """In ``order``; by default those that are missing."""
-        async with self._listener.kept():
-            for part in plan.missing_parts if order is None else order:
-                reply = await self.put(plan.version, part, parts[part])
-                assert reply.status_code == 200, reply.text
-
     async def send_changes(self, announced: BeginUpload, changes: Changes) -> UploadPlan:
         """Announce, and send all that changes."""
         plan = await self._ingest.begin(announced)
-        await self.send_parts(plan, parts_of(announced, changes))
+        await self.send(plan, parts_of(announced, changes))
         return plan
 
     async def push_delta(self, version: int, base: int, old: Stored, new: Stored) -> WeightStatus:
         """All of it."""
-        await self.send_parts(*await self.begin_delta(version, base, old, new))
+        await self.send(*await self.begin_delta(version, base, old, new))
         return await self._ingest.commit(version, CommitUpload())
 
 
@@ -178,7 +171,7 @@ class TestApplied:
         monkeypatch.setattr("rollout_service.ingest.upload_session.BATCH_BYTES", 1)  # each applied in batches
         plan, parts = await trainer.begin_delta(2, 1, old, new)
         assert plan.num_parts > 5
-        await trainer.send_parts(plan, parts, reversed(plan.missing_parts))
+        await trainer.send(plan, parts, reversed(plan.missing_parts))
         by_delta = await trainer._ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
         assert (await trainer.push(3, new)).digest == by_delta.digest
@@ -186,7 +179,7 @@ class TestApplied:
     async def test_tensors_are_made_before_all_parts_have_come(self, trainer, ingest, old, new):
         plan, parts = await trainer.begin_delta(2, 1, old, new)
         staged = ingest.staged(2)
-        await trainer.send_parts(plan, parts, [3])
+        await trainer.send(plan, parts, [3])
         names = [staged.begin.tensors[number].name for number in staged.begin.delta_parts[3]]
         while len(staged._conversion._read) < len(names) and staged.failure is None:
             await asyncio.sleep(0.01)
@@ -209,9 +202,8 @@ class TestApplied:
         # of two tensors, one is told as it was, the other's changes are damaged
         damaged = {**changes, UP_PROJ: Change(memoryview(b"\x07" + changes[UP_PROJ].encoded[1:]), "ab" * 16)}
         del damaged[first]
-        await trainer.send_parts(plan, parts_of(announced, damaged))
-        for part in plan.missing_parts:
-            assert (await trainer.put(2, part, parts[part])).status_code == 200
+        await trainer.send(plan, parts_of(announced, damaged))
+        await trainer.send(plan, parts)
         await trainer._ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
 
@@ -257,7 +249,7 @@ class TestBase:
         await trainer.push_delta(3, 2, new, old)
         await trainer.push_delta(4, 3, old, new)
         assert log.versions() == [1, 3, 4]
-        await trainer.send_parts(plan, parts)
+        await trainer.send(plan, parts)
         await ingest.commit(5, CommitUpload())
         require_stored(log, 5, new)
         assert log.versions() == [4, 5]
@@ -272,7 +264,7 @@ class TestBase:
         require_stored(log, 2, {**new, NORM: old[NORM]})
         plan, parts = await trainer.begin_delta(3, 1, old, new)
         log.drop(1)
-        await trainer.send_parts(plan, parts)
+        await trainer.send(plan, parts)
         await ingest.commit(3, CommitUpload())
         require_stored(log, 3, new)
 
@@ -400,7 +392,7 @@ class TestUnsoundParts:
                 f"version 2: part 1 of its changes since version 1 cannot be read: {complaint}", str(error)
             )
             assert (await ingest.status(2)).missing_parts == plan.missing_parts
-        await trainer.send_parts(plan, parts)
+        await trainer.send(plan, parts)
         await ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
 
@@ -421,11 +413,11 @@ class TestUnsoundParts:
 class TestAgain:
     async def test_the_same_delta_goes_on_until_it_is_committed(self, trainer, ingest, log, old, new):
         plan, parts = await trainer.begin_delta(2, 1, old, new)
-        await trainer.send_parts(plan, parts, plan.missing_parts[:3])
+        await trainer.send(plan, parts, plan.missing_parts[:3])
         again, _ = await trainer.begin_delta(2, 1, old, new)
         assert again.missing_parts == plan.missing_parts[3:]
         _, others = await trainer.begin_delta(2, 1, old, old)
-        await trainer.send_parts(again, parts)
+        await trainer.send(again, parts)
         await ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
         committed, _ = await trainer.begin_delta(2, 1, old, new)
@@ -437,7 +429,7 @@ class TestAgain:
     async def test_a_delta_of_another_base_begins_anew(self, trainer, ingest, old, new):
         await trainer.push_delta(2, 1, old, old)
         plan, parts = await trainer.begin_delta(3, 1, old, new)
-        await trainer.send_parts(plan, parts)
+        await trainer.send(plan, parts)
         assert (await trainer.begin_delta(3, 2, old, new))[0].digests == {}
         assert (await ingest.begin(begin_of(3, new))).digests == {}
 
@@ -446,13 +438,13 @@ class TestAgain:
         self, trainer, restarted, log, old, new, parts
     ):
         plan, every = await trainer.begin_delta(2, 1, old, new)
-        await trainer.send_parts(plan, every, plan.missing_parts[:parts])
+        await trainer.send(plan, every, plan.missing_parts[:parts])
         ingest = await restarted()
         left = () if parts is None else plan.missing_parts[parts:]
         assert (await ingest.status(2)).missing_parts == left
         other = DeltaTrainer(ingest)
         again, _ = await other.begin_delta(2, 1, old, new)
-        await other.send_parts(again, every)
+        await other.send(again, every)
         assert (await ingest.commit(2, CommitUpload())).state == "committed"
         require_stored(log, 2, new)
         assert (await other.push(3, new)).digest == (await ingest.status(2)).digest
@@ -460,7 +452,7 @@ class TestAgain:
     async def test_a_restarted_ingest_drops_it_if_the_base_is_gone(self, trainer, restarted, log, old, new):
         await trainer.push_delta(2, 1, old, old)
         plan, parts = await trainer.begin_delta(3, 1, old, new)
-        await trainer.send_parts(plan, parts)
+        await trainer.send(plan, parts)
         log.drop(1)
         ingest = await restarted()
         with pytest.raises(NotFound, match=r"3\.parts cannot be taken up again: .*version 1 is not in the log"):

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,18 @@ from rollout_service.protocol.upload import CommitUpload, RollBack
 from rollout_service.protocol.weight_log import Control, DesiredState, Head
 from rollout_service.store import durable_io
 from rollout_service.store.log import WeightLog
+from tests.unit.ingest.faults import fail
 from tests.unit.ingest.trainer import (
+    Start,
     Trainer,
     Weights,
     begin_of,
     changed,
     config_of,
     order,
+    parts_of,
     replica,
     settle,
-    started,
-    stream_of,
 )
 
 LONG_S = 60.0
@@ -113,9 +113,8 @@ class TestWaking:
         )
         assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["a"]
 
-    async def test_a_waiting_poll_is_answered_when_a_version_is_committed(self, model, tmp_path, weights):
-        ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": LONG_S, "dead_after_s": 3 * LONG_S}))
-        await ingest.start()
+    async def test_a_waiting_poll_is_answered_when_a_version_is_committed(self, start, model, tmp_path, weights):
+        ingest = await start(model, tmp_path / "log", weights={"poll_s": LONG_S, "dead_after_s": 3 * LONG_S})
         poll = asyncio.create_task(ingest.sync(replica("a", 0), await ingest.sync(replica("a", 0), None)))
         await settle()
         assert not poll.done()
@@ -123,9 +122,8 @@ class TestWaking:
         desired = await asyncio.wait_for(poll, LONG_S)
         assert asked(desired) == (1, False, "keep") and desired.digest == (await ingest.status(1)).digest
 
-    async def test_a_poll_is_answered_with_the_same_wish_after_a_while(self, model, tmp_path):
-        ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01}))
-        await ingest.start()
+    async def test_a_poll_is_answered_with_the_same_wish_after_a_while(self, start, model, tmp_path):
+        ingest = await start(model, tmp_path / "log", weights={"poll_s": 0.01})
         desired = await ingest.sync(replica("a", 0), None)
         assert await ingest.sync(replica("a", 0), desired) == desired
 
@@ -374,13 +372,9 @@ class TestAborting:
         assert await ingest.is_paused()
 
 
-def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def fill_disk(patch: pytest.MonkeyPatch) -> None:
     """Let nothing be written, as on a file system without a free block."""
-
-    def write(path: Path, text: str | bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(durable_io, "write_synced", write)
+    fail(patch, durable_io, "write_synced", errno.ENOSPC)
 
 
 class TestFailingDisk:
@@ -391,12 +385,8 @@ class TestFailingDisk:
             await order(ingest, False)
             assert not await ingest.is_paused() and not log.control().paused
         await order(ingest, True)
-
-        def refuse(self: WeightLog) -> None:
-            raise OSError(errno.EROFS, "Read-only file system")
-
         fill_disk(monkeypatch)
-        monkeypatch.setattr(WeightLog, "clear_control", refuse)
+        fail(monkeypatch, WeightLog, "clear_control", errno.EROFS)
         await order(ingest, False)
         assert not await ingest.is_paused()
 
@@ -533,11 +523,9 @@ class TestSleeping:
 
 class TestPins:
     @pytest.fixture
-    async def pinning(self, model: Path, tmp_path: Path) -> AsyncIterator[Ingest]:
+    async def pinning(self, start: Start, model: Path, tmp_path: Path) -> Ingest:
         groups = {"eval": {"version": "golden"}, "old": {"version": 1}}
-        config = config_of(model, tmp_path / "log", scaling={"groups": groups}, weights={"keep_versions": 1})
-        async with started(config) as ingest:
-            yield ingest
+        return await start(model, tmp_path / "log", scaling={"groups": groups}, weights={"keep_versions": 1})
 
     async def test_group_without_its_version_follows_the_newest(self, pinning):
         assert (await pinning.pinned("eval"), await pinning.pinned("old")) == (None, None)
@@ -564,6 +552,6 @@ class TestPins:
 async def push_labelled(ingest: Ingest, version: int, weights: Weights, label: str | None) -> None:
     trainer = Trainer(ingest)
     plan = await ingest.begin(begin_of(version, weights).model_copy(update={"label": label}))
-    await trainer.send(plan, stream_of(weights))
+    await trainer.send(plan, parts_of(weights))
     await ingest.commit(version, CommitUpload())
     await trainer.http.aclose()

@@ -7,13 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_service.errors import QuantizationError
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.log import WeightLog
 from tests.support.models import make_model
 from tests.unit.ingest import expected
-from tests.unit.ingest.trainer import Trainer, changed, config_of, folder_weights
+from tests.unit.ingest.trainer import Trainer, changed, folder_weights
 
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -23,26 +22,15 @@ def in_memory(model: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict())
 
 
-async def started(model: Path, root: Path, **sections: dict[str, object]) -> Ingest:
-    ingest = Ingest(config_of(model, root, **sections))
-    await ingest.start()
-    return ingest
-
-
-@pytest.fixture
-async def moe_ingest(moe_model: Path, tmp_path: Path) -> Ingest:
-    return await started(moe_model, tmp_path / "log")
-
-
 @pytest.fixture(scope="session")
 def stacked(moe_model: Path) -> dict[str, torch.Tensor]:
     return in_memory(moe_model)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
-async def test_stacked_and_separate_experts_give_the_expected_digest(tmp_path, family):
+async def test_stacked_and_separate_experts_give_the_expected_digest(start, tmp_path, family):
     model = make_model(tmp_path / family, family)
-    ingest, on_disk = await started(model, tmp_path / "log"), folder_weights(model)
+    ingest, on_disk = await start(model, tmp_path / "log"), folder_weights(model)
     digest = expected.digest(on_disk, ServedModel.load(model).fingerprint)
     assert (await ingest.status(0)).digest == digest
     held = in_memory(model)
@@ -51,16 +39,17 @@ async def test_stacked_and_separate_experts_give_the_expected_digest(tmp_path, f
     assert (await Trainer(ingest).push(2, on_disk)).digest == digest
 
 
-async def test_a_nan_in_a_stacked_tensor_is_named_by_its_expert(moe_ingest, stacked):
+async def test_a_nan_in_a_stacked_tensor_is_named_by_its_expert(start, moe_model, tmp_path, stacked):
+    ingest = await start(moe_model, tmp_path / "log")
     broken = changed(stacked, 0.0)
     broken[GATE_UP][5, 130, 9] = float("nan")
     with pytest.raises(QuantizationError, match=r"layers\.0\.mlp\.experts\.5\.up_proj\.weight\[2, 9\] is nan"):
-        await Trainer(moe_ingest).push(1, broken)
-    assert (await moe_ingest.fleet()).latest_version == 0
+        await Trainer(ingest).push(1, broken)
+    assert (await ingest.fleet()).latest_version == 0
 
 
-async def test_experts_that_the_recipe_skips_are_stored_in_bf16(moe_model, tmp_path, stacked):
-    ingest = await started(moe_model, tmp_path / "log", quant={"skip": ["*.layers.0.mlp.experts.*"]})
+async def test_experts_that_the_recipe_skips_are_stored_in_bf16(start, moe_model, tmp_path, stacked):
+    ingest = await start(moe_model, tmp_path / "log", quant={"skip": ["*.layers.0.mlp.experts.*"]})
     await Trainer(ingest).upload(1, stacked)
     await ingest.commit(1, CommitUpload())
     stored = {tensor.name: tensor.dtype for tensor in WeightLog(tmp_path / "log").manifest(1).tensors}

@@ -31,7 +31,8 @@ from rollout_service.store import log as log_module
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
 from rollout_service.store.staged_file import StagingSpace
-from rollout_service.store.upload_record import RECORD_FILE, STAGED_FILE, UploadRecord
+from rollout_service.store.upload_record import RECORD_FILE, STAGED_FILE
+from tests.unit.ingest.faults import fail, of
 from tests.unit.ingest.trainer import (
     Restart,
     Trainer,
@@ -229,18 +230,16 @@ class TestDiskThatFails:
         self, ingest, trainer, weights, log, restarted, monkeypatch
     ):
         await trainer.upload(1, weights)
-        synced, sync = 0, durable_io.sync_folder
+        synced = 0
 
-        def failing(folder: Path) -> None:
+        def is_second_of_root(folder: Path) -> bool:
             nonlocal synced
             synced += folder == log.root
-            if folder == log.root and synced == 2:  # LATEST is replaced already
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            sync(folder)
+            return folder == log.root and synced == 2  # LATEST is replaced already
 
         with monkeypatch.context() as patch:
             for module in (durable_io, log_module):
-                patch.setattr(module, "sync_folder", failing)
+                fail(patch, module, "sync_folder", errno.EIO, is_second_of_root)
             status = await ingest.commit(1, CommitUpload())
         assert status.state == "committed" and status.error is not None
         assert "the disk did not confirm it ([Errno 5]" in status.error.message
@@ -256,15 +255,12 @@ class TestDiskThatFails:
     async def test_failing_to_remove_an_old_version_does_not_fail_a_commit(
         self, ingest, trainer, weights, log, monkeypatch
     ):
-        def busy(*_: object) -> None:
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-
         await ingest.report(replica("a", 0))
         for version in (1, 2):
             await trainer.push(version, weights)
             await ingest.report(replica("a", version, sequence=version))
         with monkeypatch.context() as patch:
-            patch.setattr(WeightLog, "drop", busy)
+            fail(patch, WeightLog, "drop", errno.EBUSY)
             assert (await trainer.push(3, weights)).state == "committed"
         assert log.versions() == [1, 2, 3]
         await trainer.push(4, weights)
@@ -273,17 +269,10 @@ class TestDiskThatFails:
     async def test_failing_to_remove_the_parts_does_not_fail_a_commit(
         self, ingest, trainer, weights, log, monkeypatch, caplog
     ):
-        unlink = Path.unlink
-
-        def stale(path: Path, missing_ok: bool = False) -> None:
-            if path.name == STAGED_FILE:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-            unlink(path, missing_ok)
-
         await trainer.upload(1, weights)
         before = open_files()
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "unlink", stale)
+            fail(patch, Path, "unlink", errno.ESTALE, lambda path, *_: path.name == STAGED_FILE)
             assert (await ingest.commit(1, CommitUpload())).state == "committed"
         assert f"{STAGED_FILE} cannot be removed yet" in caplog.text and open_files() < before
         assert (await trainer.push(2, weights)).state == "committed"
@@ -388,11 +377,8 @@ class TestUnreadableParts:
     ):
         await trainer.upload(1, weights, order=[0, 1, 2])
 
-        def failing(*_: object) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
         with monkeypatch.context() as broken:
-            broken.setattr(place, name, failing)
+            fail(broken, place, name, errno.EIO)
             again = await restarted()
             assert [status.version for status in await again.versions()] == [0]
             with pytest.raises(LogUnreadable, match=says):
@@ -402,21 +388,10 @@ class TestUnreadableParts:
 
     async def test_a_folder_of_parts_without_an_answer_stays(self, restarted, trainer, weights, log, monkeypatch):
         await trainer.upload(1, weights, order=[0, 1, 2])
-        parts, stat, read = log.root / "staging" / "1.parts", os.stat, upload_session.read_record
-
-        def failing_stat(path: object, **options: bool) -> os.stat_result:
-            if str(path) == str(parts):
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-            return stat(path, **options)
-
-        def failing(folder: Path) -> UploadRecord | None:
-            if folder == parts:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
-            return read(folder)
-
+        parts = log.root / "staging" / "1.parts"
         with monkeypatch.context() as broken:
-            broken.setattr(os, "stat", failing_stat)
-            broken.setattr(upload_session, "read_record", failing)
+            fail(broken, os, "stat", errno.ESTALE, of(parts))
+            fail(broken, upload_session, "read_record", errno.ESTALE, of(parts))
             again = await restarted()
         assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 1, 2]
 
@@ -427,16 +402,9 @@ class TestUnreadableParts:
         config = config_of(model, tmp_path / "log", weights={"source_roots": [source.resolve()]})
         async with started(config) as first:
             await first.begin(BeginUpload(version=1, source=PathSource(path=source)))
-        stat = Path.stat
-
-        def stale(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
-            if path.parent == source:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-            return stat(path, follow_symlinks=follow_symlinks)
-
         again = Ingest(config)
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "stat", stale)
+            fail(patch, Path, "stat", errno.ESTALE, lambda path: path.parent == source)
             await again.start()
         with pytest.raises(NotFound, match=r"neither committed nor staged any more: .*Stale file handle"):
             await again.status(1)

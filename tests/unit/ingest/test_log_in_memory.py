@@ -1,11 +1,7 @@
 """An ingest whose log is in memory: the same versions as on a disk, written into files of dropped ones."""
 
-import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-
-import pytest
 
 from rollout_service.config import ServiceConfig
 from rollout_service.ingest.conversion import Bucket
@@ -16,12 +12,6 @@ from rollout_service.store.upload_progress import PROGRESS_FILE
 from rollout_service.store.upload_record import STAGED_FILE
 from tests.unit.ingest.test_ingest_delta import DeltaTrainer, require_stored, scattered
 from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, started
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 async def pushed(config: ServiceConfig, weights: Weights, versions: int) -> tuple[list[str | None], list[set[int]]]:
@@ -36,8 +26,8 @@ async def pushed(config: ServiceConfig, weights: Weights, versions: int) -> tupl
     return digests, inodes
 
 
-async def test_versions_are_those_of_a_disk_in_files_of_dropped_ones(model, weights, root, tmp_path):
-    digests, inodes = await pushed(config_of(model, root), weights, 6)
+async def test_versions_are_those_of_a_disk_in_files_of_dropped_ones(model, weights, memory, tmp_path):
+    digests, inodes = await pushed(config_of(model, memory), weights, 6)
     on_disk, _ = await pushed(config_of(model, tmp_path / "log"), weights, 2)
     assert digests[:2] == on_disk and len(set(digests)) == 6 and None not in on_disk
     assert len(set.union(*inodes)) == 3 * len(inodes[0])  # two are kept, and one is being written
@@ -50,26 +40,26 @@ class NoBuffers:
         raise AssertionError(f"{nbytes} bytes are made elsewhere")
 
 
-async def test_deltas_are_applied_where_their_versions_lie(model, weights, root, tmp_path, monkeypatch):
+async def test_deltas_are_applied_where_their_versions_lie(model, weights, memory, tmp_path, monkeypatch):
     digests: dict[Path, list[str | None]] = {}
-    for folder in (tmp_path / "log", root):
+    for folder in (tmp_path / "log", memory):
         config = config_of(model, folder, weights={"part_bytes": 4 << 10})
         async with started(config) as ingest:
             trainer, log = DeltaTrainer(ingest), WeightLog(folder)
             old = await trainer.stored(changed(weights, 1 / 64))
             digests[folder] = [(await trainer.push(1, old)).digest]
-            if folder == root:
+            if folder == memory:
                 monkeypatch.setattr("rollout_service.ingest.sources.delta.ThreadBuffers", NoBuffers)
             for version in range(2, 6):
                 new = await trainer.stored(scattered(changed(weights, 1 / 64), version))
                 digests[folder].append((await trainer.push_delta(version, version - 1, old, new)).digest)
                 require_stored(log, version, new)
                 old = new
-    assert digests[root] == digests[tmp_path / "log"]
+    assert digests[memory] == digests[tmp_path / "log"]
 
 
-async def test_a_renumbered_upload_touches_no_other_of_its_old_number(model, weights, root):
-    async with started(config_of(model, root)) as ingest:
+async def test_a_renumbered_upload_touches_no_other_of_its_old_number(model, weights, memory):
+    async with started(config_of(model, memory)) as ingest:
         await Trainer(ingest).upload(8, weights, order=[0])
         staged, source = await ingest.begin_broadcast(), FolderSource(model)
         assert staged.begin.version == 9
@@ -79,15 +69,15 @@ async def test_a_renumbered_upload_touches_no_other_of_its_old_number(model, wei
         staged.convert(Bucket(names, partial(source.read, names)))
         staged.all_came()
         await ingest.commit(5, CommitUpload(), staged)
-        staging = root / "staging"
+        staging = memory / "staging"
         assert (staging / "9" / PROGRESS_FILE).exists() and (staging / "9.parts" / STAGED_FILE).exists()
-        assert not (WeightLog(root).folder(5) / PROGRESS_FILE).exists()
+        assert not (WeightLog(memory).folder(5) / PROGRESS_FILE).exists()
 
 
-async def test_an_ingest_that_starts_anew_uses_the_files_again(model, weights, root):
-    _, before = await pushed(config_of(model, root), weights, 4)
-    async with started(config_of(model, root)) as ingest:
+async def test_an_ingest_that_starts_anew_uses_the_files_again(model, weights, memory):
+    _, before = await pushed(config_of(model, memory), weights, 4)
+    async with started(config_of(model, memory)) as ingest:
         await Trainer(ingest).push(9, weights)
-    log = WeightLog(root)
+    log = WeightLog(memory)
     assert {path.stat().st_ino for path in log.folder(9).glob("*.safetensors")} <= set.union(*before)
     log.verify(log.manifest(9))

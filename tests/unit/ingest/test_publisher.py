@@ -15,7 +15,7 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.delta_folder import is_delta
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import RollBack
-from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, folder_weights
+from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, folder_weights, started
 
 
 @pytest.fixture
@@ -35,12 +35,8 @@ def stepped(weights: Weights, number: int) -> dict[str, torch.Tensor]:
 @asynccontextmanager
 async def running(model: Path, root: Path, quant: str = "fp8_block", **weights: object) -> AsyncIterator[Ingest]:
     config = config_of(model, root, weights={"poll_s": 0.02, **weights}, quant={"weights": quant})
-    ingest = Ingest(config.resolved())
-    await ingest.start()
-    try:
+    async with started(config.resolved()) as ingest:
         yield ingest
-    finally:
-        await ingest.stop()
 
 
 @asynccontextmanager

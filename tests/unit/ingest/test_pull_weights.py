@@ -39,6 +39,7 @@ from rollout_service.protocol.weights import WeightStatus
 from tests.support.checkpoints import save_checkpoint
 from tests.support.delta_writer import CHECKSUMS, publish, raw, stepped
 from tests.unit.ingest import expected
+from tests.unit.ingest.faults import fail, of
 from tests.unit.ingest.trainer import Weights, changed, config_of, replica, started
 
 
@@ -224,22 +225,21 @@ async def test_another_run_begins_with_the_served_model(ingest, store, steps, mo
     await require(ingest, 3, steps[2], model)
 
 
-async def test_a_version_goes_on_after_a_restart_and_a_plain_push(ingest, config, store, steps, model, weights):
+async def test_a_version_goes_on_after_a_restart_and_a_plain_push(ingest, restarted, store, steps, model, weights):
     publish(store, 1, steps[0], steps[1])
     await pull(ingest, store, 1)
     shutil.rmtree(store / "weight_v000001")
     publish(store, 2, steps[1], steps[2])
     await pull(ingest, store, 2, local_checkpoint_dir="/nvme/checkpoint")
-    await ingest.stop()
-    async with started(config) as again:
-        assert (await again.push_folder(Path("/nvme/checkpoint"), CommitUpload(), 2)).version == 2
-        await require(again, 2, steps[2], model)
-        # a push by another way moves the numbers on, and not what the trainer's changes are of
-        save_checkpoint(store / "other", changed(weights, 1.0))
-        assert (await again.push_folder(store / "other", CommitUpload(), None)).version == 3
-        publish(store, 3, steps[2], steps[3])
-        assert await pull(again, store, 3) == 4
-        await require(again, 4, steps[3], model)
+    again = await restarted()
+    assert (await again.push_folder(Path("/nvme/checkpoint"), CommitUpload(), 2)).version == 2
+    await require(again, 2, steps[2], model)
+    # a push by another way moves the numbers on, and not what the trainer's changes are of
+    save_checkpoint(store / "other", changed(weights, 1.0))
+    assert (await again.push_folder(store / "other", CommitUpload(), None)).version == 3
+    publish(store, 3, steps[2], steps[3])
+    assert await pull(again, store, 3) == 4
+    await require(again, 4, steps[3], model)
 
 
 async def test_a_missing_link_is_refused_by_name(ingest, store, steps):
@@ -424,7 +424,7 @@ async def test_the_reply_does_not_wait_for_the_base(ingest, config, store, steps
         await ingest.stop()
 
 
-async def test_a_pull_repeated_after_a_restart_keeps_the_base(ingest, config, store, steps, model, monkeypatch):
+async def test_a_pull_repeated_after_a_restart_keeps_the_base(ingest, restarted, store, steps, model, monkeypatch):
     """The process ends between the commit and the note that the base is to be changed."""
     publish(store, 1, steps[0], steps[1])
     await pull(ingest, store, 1)
@@ -433,14 +433,13 @@ async def test_a_pull_repeated_after_a_restart_keeps_the_base(ingest, config, st
         monkeypatch.setattr(ingest.pulls.weights, name, lambda _: True)
     publish(store, 2, steps[1], steps[2])
     await pull(ingest, store, 2)
-    await ingest.stop()
-    async with started(config) as again:
-        assert await pull(again, store, 2) == 2
-        for version in (1, 2):
-            shutil.rmtree(store / f"weight_v{version:06d}")
-        publish(store, 3, steps[2], steps[3])
-        assert await pull(again, store, 3) == 3
-        await require(again, 3, steps[3], model)
+    again = await restarted()
+    assert await pull(again, store, 2) == 2
+    for version in (1, 2):
+        shutil.rmtree(store / f"weight_v{version:06d}")
+    publish(store, 3, steps[2], steps[3])
+    assert await pull(again, store, 3) == 3
+    await require(again, 3, steps[3], model)
 
 
 async def test_kept_weights_that_cannot_be_read_just_now_are_not_lost(
@@ -452,16 +451,10 @@ async def test_kept_weights_that_cannot_be_read_just_now_are_not_lost(
     await ingest.stop()
     shutil.rmtree(store / "weight_v000001")
     publish(store, 2, steps[1], steps[2])
-    state, read = tmp_path / "log" / "trainer" / "STATE", Path.read_bytes
-
-    def failing(path: Path) -> bytes:
-        if path == state:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return read(path)
-
+    state = tmp_path / "log" / "trainer" / "STATE"
     async with started(config) as again:
         with monkeypatch.context() as disk:
-            disk.setattr(Path, "read_bytes", failing)
+            fail(disk, Path, "read_bytes", errno.EIO, of(state))
             with pytest.raises(NotReady, match=r"the weights in .* cannot be read: .*; send the call again"):
                 await pull(again, store, 2)
         assert await pull(again, store, 2) == 2
@@ -593,14 +586,8 @@ async def test_a_url_elsewhere_or_not_reached_is_refused(remote, url):
 def test_an_older_version_without_an_answer_hides_no_newer_one(store, steps, monkeypatch):
     for number in (1, 2):
         publish(store, number, steps[number - 1], steps[number])
-    stat, unreadable = os.stat, "weight_v000001"
-
-    def stale(path: object, **options: bool) -> os.stat_result:
-        if unreadable in str(path):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return stat(path, **options)
-
-    monkeypatch.setattr(os, "stat", stale)
+    unreadable = "weight_v000001"
+    fail(monkeypatch, os, "stat", errno.ESTALE, lambda path: unreadable in str(path))
     follower = stores.Stores(Path("/nowhere"), ())
     assert follower.newest(str(store)) == 2
     unreadable = "weight_v000002"

@@ -9,7 +9,7 @@ import xxhash
 from rollout_service.errors import RolloutServiceError
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.protocol.upload import PART_DIGEST_HEADER, UPLOAD_KEY_HEADER, listener_proof
-from tests.unit.ingest.trainer import Trainer, begin_of, stream_of
+from tests.unit.ingest.trainer import Trainer, begin_of, parts_of
 
 ELSEWHERE = "203.0.113.9"
 """An address for documentation: no machine has it."""
@@ -100,7 +100,7 @@ async def test_a_part_needs_the_upload_key_of_its_version(ingest, weights):
     remote = Trainer(ingest).http
     plan = await ingest.begin(begin_of(1, weights), "127.0.0.1")
     assert plan.upload_url == "http://127.0.0.1:7000" and plan.upload_key is not None
-    data = stream_of(weights)[: plan.part_bytes]
+    data = parts_of(weights)[0]
     digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(data)}
 
     async def put(headers: dict[str, str | bytes]) -> int:

@@ -41,9 +41,9 @@ from tests.unit.ingest.trainer import (
     config_of,
     journal_of,
     open_files,
+    parts_of,
     settle,
     started,
-    stream_of,
 )
 
 
@@ -55,8 +55,7 @@ async def plan(ingest: Ingest, weights: Weights) -> UploadPlan:
 
 @pytest.fixture
 def parts(weights: Weights, plan: UploadPlan) -> list[bytes]:
-    stream = stream_of(weights)
-    return [stream[i : i + plan.part_bytes] for i in range(0, len(stream), plan.part_bytes)]
+    return parts_of(weights, plan.part_bytes)
 
 
 def received_files(log: WeightLog) -> list[str]:
@@ -94,13 +93,12 @@ class TestPart:
         assert last not in (await ingest.status(1)).missing_parts
         assert received_files(log) == [f"part {last}"]
 
-    async def test_a_part_sent_twice_is_accepted_once(self, trainer, parts, ingest, log):
+    async def test_a_part_sent_twice_is_accepted_once(self, trainer, plan, parts, ingest, log):
         first = await trainer.put(1, 0, parts[0])
         again = await trainer.put(1, 0, parts[0])
         assert again.status_code == 200 and again.json() == first.json()
         assert received_files(log) == ["part 0"]
-        for number, part in enumerate(parts):
-            assert (await trainer.put(1, number, part)).status_code == 200
+        await trainer.send(plan, parts, range(len(parts)))
         assert (await ingest.commit(1, CommitUpload())).state == "committed"
 
     async def test_senders_of_one_part_at_once_do_not_mix_their_bytes(self, trainer, parts, log):
@@ -247,6 +245,15 @@ def note_receiving(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def upload_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("upload")]
+
+
+async def test_a_target_that_is_no_url_is_refused(server):
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    writer.write(b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    writer.write_eof()
+    reply = await reader.read()
+    writer.close()
+    assert reply.startswith(b"HTTP/1.1 400 ") and b"is not a request target" in reply
 
 
 class TestBadMoments:

@@ -33,9 +33,16 @@ from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import StoredTensor
 from tests.support.models import EMBEDDING, LM_HEAD
-from tests.unit.ingest.trainer import Weights, begin_of, folder_weights, open_files, settle, stream_of
-
-PART_BYTES = 64 << 10
+from tests.unit.ingest.trainer import (
+    PART_BYTES,
+    Weights,
+    begin_of,
+    folder_weights,
+    open_files,
+    parts_of,
+    settle,
+    stream_of,
+)
 
 
 @pytest.fixture
@@ -98,9 +105,8 @@ async def accept(staged: UploadSession, part: int, data: bytes, uploader: str = 
 
 
 async def accept_all(staged: UploadSession, weights: Weights, uploader: str = "") -> None:
-    stream = stream_of(weights)
-    for part in range(staged.record.num_parts):
-        await accept(staged, part, stream[part * PART_BYTES : (part + 1) * PART_BYTES], uploader)
+    for part, data in enumerate(parts_of(weights)):
+        await accept(staged, part, data, uploader)
 
 
 async def uploaded(
@@ -268,7 +274,7 @@ class TestSeveralThreads:
     ):
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
         monkeypatch.setattr(upload_session, "GRACE_S", 0.0)
-        data, waiting = stream_of(weights)[:PART_BYTES], asyncio.Event()
+        data, waiting = parts_of(weights)[0], asyncio.Event()
         await accept(staged, 0, bytes(len(data)))
         with monkeypatch.context() as patched:
             patched.setattr(staged._conversion, "forget", lambda keys: waiting.wait())
@@ -284,7 +290,7 @@ class TestSeveralThreads:
     async def test_a_part_sent_again_stops_the_sender_before(self, weights, model, tmp_path, executor, monkeypatch):
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
         monkeypatch.setattr(upload_session, "GRACE_S", 0.0)
-        data, aborted = stream_of(weights)[:PART_BYTES], asyncio.Event()
+        data, aborted = parts_of(weights)[0], asyncio.Event()
         stuck = staged.parts.begin(0, PART_BYTES, aborted.set)
         stuck.open()
         stuck.write(0, memoryview(bytes(10)))

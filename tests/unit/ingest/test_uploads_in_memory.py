@@ -1,8 +1,6 @@
 """Uploads into a log in memory (a tmpfs), where files of parts are used again by the next upload."""
 
 import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,13 +8,12 @@ import pytest
 from rollout_service.config import ServiceConfig
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.upload_record import STAGED_FILE
-from tests.unit.ingest.trainer import Trainer, begin_of, changed, config_of, started, stream_of
+from tests.unit.ingest.trainer import Trainer, begin_of, changed, config_of, parts_of, started
 
 
 @pytest.fixture
-def config(model: Path) -> Iterator[ServiceConfig]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-        yield config_of(model, Path(root))
+def config(model: Path, memory: Path) -> ServiceConfig:
+    return config_of(model, memory)
 
 
 def inode(path: Path) -> int:
@@ -60,10 +57,7 @@ async def test_what_a_crash_leaves_in_a_reused_file_is_no_part(config, weights, 
     async with started(config) as after:
         plan = await after.begin(begin_of(2, changed(weights, 0.5)))
         assert set(plan.digests) == {0}
-        stream = stream_of(changed(weights, 0.5))
-        for part in plan.missing_parts:
-            data = stream[part * plan.part_bytes : (part + 1) * plan.part_bytes]
-            assert (await Trainer(after).put(2, part, data)).status_code == 200
+        await Trainer(after).send(plan, parts_of(changed(weights, 0.5)))
         committed = await after.commit(2, CommitUpload())
         assert committed.digest == (await Trainer(after).push(3, changed(weights, 0.5))).digest
 

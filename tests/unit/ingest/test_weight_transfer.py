@@ -20,7 +20,6 @@ from rollout_service.errors import (
     WeightTransferFailed,
 )
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import CommitUpload
 from tests.support.gloo_trainer import GlooTrainer, update_info
 from tests.unit.ingest import expected
@@ -52,11 +51,6 @@ async def joined(ingest: Ingest) -> AsyncIterator[GlooTrainer]:
 async def newest(ingest: Ingest, joined: GlooTrainer) -> int:
     """The newest committed version."""
     return (await ingest.fleet()).latest_version
-
-
-@pytest.fixture(scope="session")
-def fingerprint(model: Path) -> str:
-    return ServedModel.load(model).fingerprint
 
 
 class TestWholeUpdates:

@@ -228,11 +228,10 @@ if __name__ == "__main__":
         gone, _ = psutil.wait_procs([receiver], timeout=120)
         assert gone == [receiver]
 
-    async def test_a_broadcast_is_not_taken_up_after_a_restart(self, ingest, config, joined, weights):
+    async def test_a_broadcast_is_not_taken_up_after_a_restart(self, ingest, restarted, joined, weights):
         await ingest.transfer.start()
         await send(ingest, joined, weights)
-        await ingest.stop()
-        async with started(config) as successor:
-            with pytest.raises(NotFound, match="what a trainer broadcasts cannot be read again"):
-                await successor.status(1)
-            await another_trainer_pushes(successor, weights)
+        successor = await restarted()
+        with pytest.raises(NotFound, match="what a trainer broadcasts cannot be read again"):
+            await successor.status(1)
+        await another_trainer_pushes(successor, weights)

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -29,8 +29,11 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.upload_record import JOURNAL
 
 Weights = Mapping[str, torch.Tensor]
+PART_BYTES = 64 << 10
+"""Small parts, so that a small model has several."""
 
-
+Start = Callable[..., Awaitable[Ingest]]
+"""Starts an ingest of a model, with a log at a folder; see the fixture ``start``."""
 Restart = Callable[..., Awaitable[Ingest]]
 """Ends an ingest and starts another on the same log; see the fixture ``restarted``."""
 
@@ -47,8 +50,8 @@ async def started(config: ServiceConfig) -> AsyncIterator[Ingest]:
 
 
 def config_of(model: Path, root: Path, **sections: dict[str, object]) -> ServiceConfig:
-    """Small parts, so that a small model has several."""
-    weights = {"root": root, "part_bytes": 64 << 10, "lock_wait_s": 0.2, **sections.pop("weights", {})}
+    """The configuration of a service with its log at ``root``."""
+    weights = {"root": root, "part_bytes": PART_BYTES, "lock_wait_s": 0.2, **sections.pop("weights", {})}
     return ServiceConfig.model_validate({"model": {"path": model}, "weights": weights, **sections})
 
 
@@ -74,6 +77,12 @@ def begin_of(version: int, weights: Weights, kv_scales: dict[str, float] | None 
 def stream_of(weights: Weights) -> bytes:
     """All bytes of an upload."""
     return b"".join(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in weights.values())
+
+
+def parts_of(weights: Weights, part_bytes: int = PART_BYTES) -> list[bytes]:
+    """All parts of an upload."""
+    stream = stream_of(weights)
+    return [stream[start : start + part_bytes] for start in range(0, len(stream), part_bytes)]
 
 
 def journal_of(parts: Path) -> list[str]:
@@ -157,15 +166,16 @@ class Trainer:
     ) -> UploadPlan:
         """Begin, and send the parts in ``order`` (all of them by default)."""
         plan = await self._ingest.begin(begin_of(version, weights, kv_scales))
-        await self.send(plan, stream_of(weights), order)
+        await self.send(plan, parts_of(weights, plan.part_bytes), order)
         return plan
 
-    async def send(self, plan: UploadPlan, stream: bytes, order: Iterable[int] | None = None) -> None:
-        """Parts of the upload's bytes in ``order``; by default those that are missing."""
+    async def send(
+        self, plan: UploadPlan, parts: Sequence[bytes], order: Iterable[int] | None = None, **headers: str
+    ) -> None:
+        """Those of the upload's parts in ``order``; by default those that are missing."""
         async with self._listener.kept():
             for part in plan.missing_parts if order is None else order:
-                data = stream[part * plan.part_bytes : (part + 1) * plan.part_bytes]
-                reply = await self.put(plan.version, part, data)
+                reply = await self.put(plan.version, part, parts[part], **headers)
                 assert reply.status_code == 200, reply.text
 
     async def push(self, version: int, weights: Weights, kv_scales: dict[str, float] | None = None) -> WeightStatus:
