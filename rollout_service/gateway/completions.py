@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field, model_validator
@@ -13,10 +13,10 @@ from rollout_service.fleet.detokenizer import TokenStrings
 from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.generate import (
+    candidates,
     packed_mask,
     prompt_logprobs,
     routed_experts,
-    sampled_first,
     spans,
     token_counts,
     usage,
@@ -263,9 +263,19 @@ class _Choice:
         return choice | packed_mask(made) | routed_experts(made)
 
     def _logprobs(self, made: Completion) -> dict[str, object]:
-        told, begin = _logprobs(made, self._names), self._characters
-        self._characters += sum(map(len, told["tokens"]))
-        return told | {"text_offset": [begin + offset for offset in told["text_offset"]]}
+        """Return logprobs in OpenAI's format."""
+        tokens, offsets, top = list[str](), list[int](), list[dict[str, float]]()
+        for row in candidates(made):
+            strings = self._names.of_next([candidate.token_id for candidate in row])
+            by_text: dict[str, float] = {}
+            for text, candidate in zip(strings, row, strict=True):
+                by_text.setdefault(text, candidate.logprob)
+            tokens.append(strings[0])
+            offsets.append(self._characters)
+            top.append(by_text)
+            self._characters += len(strings[0])
+            self._names.add(row[0].token_id)
+        return {"tokens": tokens, "token_logprobs": made.logprobs, "text_offset": offsets, "top_logprobs": top}
 
 
 class _TokenIds:
@@ -282,21 +292,3 @@ def _names(prompt: tuple[int, ...], body: CompletionRequest, services: Services)
     if body.return_tokens_as_token_ids or services.tokenizer is None:
         return _TokenIds()
     return token_strings(prompt, services.tokenizer)
-
-
-def _logprobs(completion: Completion, names: TokenStrings | _TokenIds) -> dict[str, Any]:
-    """Return logprobs in OpenAI's format. ``names`` advances past the tokens of ``completion``."""
-    tokens, offsets, top, position = list[str](), list[int](), list[dict[str, float]](), 0
-    likeliest = completion.top_logprobs or ((),) * len(completion.token_ids)
-    for token, logprob, others in zip(completion.token_ids, completion.logprobs, likeliest, strict=True):
-        candidates = sampled_first(token, logprob, others)
-        strings = names.of_next([candidate.token_id for candidate in candidates])
-        by_text: dict[str, float] = {}
-        for text, candidate in zip(strings, candidates, strict=True):
-            by_text.setdefault(text, candidate.logprob)
-        tokens.append(strings[0])
-        offsets.append(position)
-        top.append(by_text)
-        position += len(strings[0])
-        names.add(token)
-    return {"tokens": tokens, "token_logprobs": completion.logprobs, "text_offset": offsets, "top_logprobs": top}

@@ -131,8 +131,7 @@ def _whole_choice(
 
 
 def _compact_logprobs(completion: Completion, num_top: int) -> CompactLogprobs:
-    likeliest = completion.top_logprobs or ((),) * len(completion.token_ids)
-    rows = [sampled_first(*each) for each in zip(completion.token_ids, completion.logprobs, likeliest, strict=True)]
+    rows = candidates(completion)
     entries = [entry for row in rows for entry in row]
     offsets = list(itertools.accumulate(map(len, rows), initial=0))
     return CompactLogprobs.of([e.token_id for e in entries], [e.logprob for e in entries], offsets, num_top)
@@ -143,8 +142,7 @@ def _by_token(completion: Completion) -> list[dict[str, object]]:
 
     renderers 0.1.12 reads ``token``, vLLM 0.32 reads ``token_id``.
     """
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    likeliest = completion.top_logprobs or ()
+    rows = candidates(completion) if completion.top_logprobs else ((),) * len(completion.token_ids)
     return [
         {
             "token_id": token,
@@ -152,16 +150,21 @@ def _by_token(completion: Completion) -> list[dict[str, object]]:
             "logprob": logprob,
             "top_logprobs": [
                 {"token_id": c.token_id, "token": f"token_id:{c.token_id}", "logprob": c.logprob, "rank": c.rank}
-                for c in (sampled_first(token, logprob, likeliest[at]) if at < len(likeliest) else ())
+                for c in row
             ],
         }
-        for at, (token, logprob) in enumerate(pairs)
+        for token, logprob, row in zip(completion.token_ids, completion.logprobs, rows, strict=True)
     ]
 
 
-def sampled_first(token: int, logprob: float, likeliest: tuple[Candidate, ...]) -> list[Candidate]:
-    """Return candidates in vLLM's order: the sampled token, then the top tokens. Rank 0: the sampled token is not among
-    them."""
+def candidates(completion: Completion) -> list[list[Candidate]]:
+    """Return the candidates of each token in vLLM's order: the sampled token, then the top tokens. Rank 0: the sampled
+    token is not among them."""
+    likeliest = completion.top_logprobs or ((),) * len(completion.token_ids)
+    return [_sampled_first(*each) for each in zip(completion.token_ids, completion.logprobs, likeliest, strict=True)]
+
+
+def _sampled_first(token: int, logprob: float, likeliest: tuple[Candidate, ...]) -> list[Candidate]:
     rank = next((each.rank for each in likeliest if each.token_id == token), 0)
     return [Candidate(token, logprob, rank), *(each for each in likeliest if each.token_id != token)]
 
@@ -169,8 +172,8 @@ def sampled_first(token: int, logprob: float, likeliest: tuple[Candidate, ...]) 
 def prompt_logprobs(rollout: Rollout) -> list[dict[str, dict[str, float]] | None]:
     """Return prompt logprobs in vLLM's format."""
     return [
-        None if candidates is None else {str(c.token_id): {"logprob": c.logprob, "rank": c.rank} for c in candidates}
-        for candidates in rollout.completions[0].prompt_logprobs or ()
+        None if row is None else {str(c.token_id): {"logprob": c.logprob, "rank": c.rank} for c in row}
+        for row in rollout.completions[0].prompt_logprobs or ()
     ]
 
 

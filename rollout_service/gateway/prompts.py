@@ -133,12 +133,9 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
             f"token id {token} at position {position} is outside the vocabulary [0, {services.vocab_size})",
             {"position": position, "token_id": token, "vocab_size": services.vocab_size},
         )
-    outside_stop = [t for t in sampling.stop_token_ids if not 0 <= t < services.vocab_size]
-    if outside_stop:
-        raise InvalidRequest(f"stop_token_ids {outside_stop} are outside the vocabulary [0, {services.vocab_size})")
-    outside_bias = [t for t in sampling.logit_bias or () if not 0 <= t < services.vocab_size]
-    if outside_bias:
-        raise InvalidRequest(f"logit_bias {outside_bias} are outside the vocabulary [0, {services.vocab_size})")
+    for name, tokens in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias or ())):
+        if outside := [token for token in tokens if not 0 <= token < services.vocab_size]:
+            raise InvalidRequest(f"{name} {outside} are outside the vocabulary [0, {services.vocab_size})")
     if sampling.stop and services.tokenizer is None:
         raise InvalidRequest(f"{services.name} has no tokenizer: use stop_token_ids instead of stop")
     if sampling.structured_outputs is not None and services.tokenizer is None:

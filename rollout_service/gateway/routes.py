@@ -7,6 +7,7 @@ name the field. A guarded route authorizes the caller before it reads the body.
 import json
 import re
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
 
 from fastapi import Request, Response
@@ -131,7 +132,7 @@ class _ReadRequest(Request):
 async def read_body(request: Request, limit: int) -> bytes:
     """Return the whole body. Raises PayloadTooLarge above ``limit`` bytes, MalformedRequest if it is cut off."""
     body = bytearray()
-    try:
+    with refuse_cut_off_body(request):
         async for chunk in request.stream():
             body += chunk
             if len(body) > limit:
@@ -139,9 +140,16 @@ async def read_body(request: Request, limit: int) -> bytes:
                     f"{_name(request)}: a body has at most {limit} bytes: send what is in it in several requests",
                     {"limit_bytes": limit},
                 )
+    return bytes(body)
+
+
+@contextmanager
+def refuse_cut_off_body(request: Request) -> Iterator[None]:
+    """Raise MalformedRequest if the client disconnects while its body is read."""
+    try:
+        yield
     except ClientDisconnect as error:
         raise MalformedRequest(f"{_name(request)}: the body was cut off: send it again") from error
-    return bytes(body)
 
 
 def _bound(request: Request, what: str, number: int, limit: int) -> None:

@@ -26,7 +26,7 @@ from rollout_service.gateway.tinker_samples import Samples
 from rollout_service.protocol.adapters import read_adapter_name
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
-from rollout_service.protocol.generate import RolloutOptions, TokenIds
+from rollout_service.protocol.generate import ModelName, RolloutOptions, TokenIds
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.sampling import MOST_COMPLETIONS, Sampling, Scoring
 from rollout_service.web.errors import documented
@@ -61,9 +61,9 @@ class CreateSamplingSession(Frozen):
 
     session_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     sampling_session_seq_id: int = Field(ge=0)
-    base_model: str | None = None
+    base_model: ModelName | None = None
     """A name of the served model."""
-    model_path: str | None = None
+    model_path: ModelName | None = None
     """An adapter: ``tinker://run-a`` is its newest version at each sample, ``tinker://run-a@3`` exactly that one."""
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
@@ -151,13 +151,15 @@ class Tensor(Frozen):
     def rows(self) -> list[tuple[int, ...]]:
         """Return the ids in each row, without those that ask for nothing (-1). Raises InvalidRequest."""
         (height, width), starts = self.shape, self.sparse_crow_indices
-        cells = height * width if starts is None else len(self.sparse_col_indices or ())
+        columns = () if starts is None else self.sparse_col_indices or ()
+        cells = height * width if starts is None else len(columns)
         if len(self.data) != cells:
             raise InvalidRequest(f"target_prompt_logprobs has {len(self.data)} ids, and {cells} belong to its shape")
         if starts is None:
             starts = tuple(range(0, cells + 1, width))
         ascending = all(a <= b for a, b in pairwise(starts))
-        if len(starts) != height + 1 or not ascending or (starts[0], starts[-1]) != (0, cells):
+        are_inside = all(0 <= column < width for column in columns)
+        if len(starts) != height + 1 or not ascending or (starts[0], starts[-1]) != (0, cells) or not are_inside:
             raise InvalidRequest(f"target_prompt_logprobs: its indices are not those of a {list(self.shape)} matrix")
         found = [self.data[a:b] for a, b in pairwise(starts)]
         return [tuple(each for each in row if each != -1) for row in found]

@@ -18,6 +18,8 @@ without a poll."""
 MAX_BYTES = 1 << 30
 """Maximum size of all results that are kept. One with prompt logprobs can have 32 MB."""
 _EXPIRE_EVERY_S = 1.0
+_LONGEST_ID = 512
+"""Maximum number of characters of an unknown id that an error repeats."""
 POLL_S = 20.0
 """Maximum time in seconds that a poll waits. The SDK gives up after 45 s, and polls again."""
 
@@ -67,7 +69,8 @@ class Samples:
         """Return the message or the error of a sample; None: it is under way. Raises SampleGone."""
         sample = self._samples.get(request_id)
         if sample is None:
-            raise SampleGone(f"sample {request_id} is not known: it was fetched long ago, or another gateway has it")
+            known = f"sample {request_id[:_LONGEST_ID]} is not known"
+            raise SampleGone(f"{known}: it was fetched long ago, or another gateway has it")
         sample.polled_at = self.clock()
         await asyncio.wait([sample.task], timeout=POLL_S)
         return sample.task.result() if sample.task.done() and not sample.task.cancelled() else None

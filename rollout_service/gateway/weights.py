@@ -21,7 +21,7 @@ from rollout_service.errors import (
 )
 from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.mismatch import with_suspicions
-from rollout_service.gateway.routes import OCTETS, GuardedRoute
+from rollout_service.gateway.routes import OCTETS, GuardedRoute, refuse_cut_off_body
 from rollout_service.protocol.base import Frozen, WeightVersion
 from rollout_service.protocol.upload import (
     LARGEST_PART_BYTES,
@@ -101,11 +101,12 @@ async def put_part(version: WeightVersion, part: int, request: Request, services
         services.pinned.add(listener.certificate)
     headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
     try:
-        reply = await services.http.put(
-            f"{listener.url}/v1/weights/{version}/parts/{part}",
-            content=request.stream(),
-            headers=headers | {UPLOAD_KEY_HEADER: listener.key},
-        )
+        with refuse_cut_off_body(request):
+            reply = await services.http.put(
+                f"{listener.url}/v1/weights/{version}/parts/{part}",
+                content=request.stream(),
+                headers=headers | {UPLOAD_KEY_HEADER: listener.key},
+            )
     except httpx.TransportError as error:
         raise NotReady(f"the ingest at {listener.url} did not take part {part}: send it again ({error!r})") from error
     return Response(reply.content, reply.status_code, media_type="application/json")

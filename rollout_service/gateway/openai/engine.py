@@ -19,7 +19,7 @@ from rollout_service.errors import BadRequest, InvalidRequest, RolloutServiceErr
 from rollout_service.fleet.detokenizer import TokenStrings
 from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.generate import sampled_first
+from rollout_service.gateway.generate import candidates
 from rollout_service.gateway.openai.exchange import current
 from rollout_service.gateway.prompts import roll_out
 from rollout_service.gateway.streams import TextStream, live_pieces, text_of, token_strings
@@ -216,8 +216,8 @@ def _output(rollout: Rollout, sampling: Sampling, params: SamplingParams, servic
     output = _request_output(rollout.request_id, prompt, outputs, finished=True)
     if prompt_logprobs is not None:
         names, output.prompt_logprobs = token_strings((), services.tokenizer), []
-        for token, candidates in zip(prompt, prompt_logprobs, strict=True):
-            output.prompt_logprobs.append(None if candidates is None else _by_id(candidates, names))
+        for token, row in zip(prompt, prompt_logprobs, strict=True):
+            output.prompt_logprobs.append(None if row is None else _by_id(row, names))
             names.add(token)
     return output
 
@@ -241,10 +241,10 @@ def _completion_output(
     """Return a completion in vLLM's format. ``names`` advances past the completion's tokens."""
     logprobs: list[dict[int, Logprob]] | None = None
     if params.logprobs is not None:
-        logprobs, likeliest = [], completion.top_logprobs or ((),) * len(completion.token_ids)
-        for each in zip(completion.token_ids, completion.logprobs, likeliest, strict=True):
-            logprobs.append(_by_id(sampled_first(*each), names))
-            names.add(each[0])
+        logprobs = []
+        for row in candidates(completion):
+            logprobs.append(_by_id(row, names))
+            names.add(row[0].token_id)
     return CompletionOutput(
         index=completion.index,
         text=text,
@@ -257,6 +257,6 @@ def _completion_output(
     )
 
 
-def _by_id(candidates: Sequence[Candidate], names: TokenStrings) -> dict[int, Logprob]:
-    strings = names.of_next([c.token_id for c in candidates])
-    return {c.token_id: Logprob(c.logprob, c.rank or None, s) for c, s in zip(candidates, strings, strict=True)}
+def _by_id(row: Sequence[Candidate], names: TokenStrings) -> dict[int, Logprob]:
+    strings = names.of_next([c.token_id for c in row])
+    return {c.token_id: Logprob(c.logprob, c.rank or None, s) for c, s in zip(row, strings, strict=True)}

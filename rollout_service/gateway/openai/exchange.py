@@ -1,5 +1,6 @@
 """Per-request state that bypasses vLLM's server classes, between the HTTP route and the dispatcher."""
 
+import json
 import logging
 from contextlib import suppress
 from contextvars import ContextVar
@@ -141,3 +142,9 @@ class SessionTurn:
 
 current: ContextVar[Exchange] = ContextVar("exchange")
 """The exchange of the current request."""
+
+
+def chunk_of(line: str) -> Message:
+    """Return the JSON object of an event of a chat's stream; empty for the last event, ``[DONE]``."""
+    event = line.removeprefix("data: ").strip()
+    return {} if event == "[DONE]" else dict(json.loads(event))

@@ -33,7 +33,7 @@ from rollout_service.compat.vllm_serving import (
     is_mistral_tokenizer,
 )
 from rollout_service.errors import RolloutServiceError
-from rollout_service.gateway.openai.exchange import Exchange, current
+from rollout_service.gateway.openai.exchange import Exchange, chunk_of, current
 from rollout_service.protocol.sessions import Message, Prefix
 from rollout_service.sessions.conversation import as_one_message
 from rollout_service.sessions.template import BeginsBranch, Rendering, Reply, text_after
@@ -268,8 +268,7 @@ class RecordedChat(OpenAIServingChat):
         ended: set[int] = set()
         last: Message = {}
         async for line in super().chat_completion_stream_generator(*arguments, **options):
-            event = line.removeprefix("data: ").strip()
-            chunk = {} if event == "[DONE]" else json.loads(event)
+            chunk = chunk_of(line)
             _add(told, chunk)
             ended |= {choice["index"] for choice in chunk.get("choices", ()) if choice.get("finish_reason")}
             if not chunk.get("choices") and exchange.rollouts and exchange.error is None:
@@ -280,7 +279,7 @@ class RecordedChat(OpenAIServingChat):
                         end = {"index": index, "delta": {}, "logprobs": None, "finish_reason": completion.finish_reason}
                         yield f"data: {json.dumps({**last, 'choices': [end]})}\n\n"
                 ended = set(range(len(exchange.completions)))
-            if event == "[DONE]" and exchange.error is None:
+            if not chunk and exchange.error is None:
                 exchange.replies = [told[index] for index in sorted(told)]
                 try:
                     await exchange.keep_turn()
@@ -340,11 +339,10 @@ incomplete."""
 
 async def _with_anthropics_ends(lines: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     async for line in lines:
-        event = line.removeprefix("data: ").strip()
-        if event == "[DONE]" or '"abort"' not in event:
+        if '"abort"' not in line:
             yield line
             continue
-        chunk = json.loads(event)
+        chunk = chunk_of(line)
         for choice in chunk.get("choices", ()):
             choice["finish_reason"] = _ANTHROPIC_ENDS.get(choice.get("finish_reason"), choice.get("finish_reason"))
         yield f"data: {json.dumps(chunk)}\n\n"

@@ -7,8 +7,8 @@ This service adds fields to each reply: ``weight_versions`` of each choice in vL
 """
 
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Annotated, Any, cast
 
@@ -20,7 +20,7 @@ from rollout_service.compat.pydantic_internals import fail_fast_validator
 from rollout_service.errors import BadRequest, ContextTooLong, NotFound, RolloutServiceError
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.generate import spans
-from rollout_service.gateway.openai.exchange import Exchange, SessionTurn, current
+from rollout_service.gateway.openai.exchange import Exchange, SessionTurn, chunk_of, current
 from rollout_service.gateway.openai.serving import Serving
 from rollout_service.gateway.prompts import BYTES_PER_TOKEN, DATA_ERRORS, model_and_adapter
 from rollout_service.gateway.routes import OpenRoute
@@ -126,18 +126,22 @@ def add_routes(
 ) -> None:
     """Add a route for each API. ``begin``: FastAPI dependency that returns the exchange of a request."""
 
+    async def until_sent(exchange: Annotated[Exchange, Depends(begin)]) -> AsyncIterator[Exchange]:
+        try:
+            yield exchange
+        finally:  # after the whole reply, and outside of the scope that a client's disconnect cancels
+            if exchange.session is not None:
+                await exchange.session.leave()
+
     def add(path: str, answer: Callable[[Request, Services, JsonObject, Exchange], Awaitable[Response]]) -> None:
         async def endpoint(
-            request: Request, services: Here, exchange: Annotated[Exchange, Depends(begin)], body: JsonObject = Body()
+            request: Request,
+            services: Here,
+            exchange: Annotated[Exchange, Depends(until_sent)],
+            body: JsonObject = Body(),
         ) -> Response:
-            if (turn := exchange.session) is None:
-                return await answer(request, services, body, exchange)
-            async with AsyncExitStack() as stack:
-                stack.push_async_callback(turn.leave)
-                reply = turn.add_header(await answer(request, services, body, exchange))
-                if isinstance(reply, StreamingResponse):
-                    reply.body_iterator = _until_its_end(reply.body_iterator, stack.pop_all())
-            return reply
+            reply = await answer(request, services, body, exchange)
+            return reply if exchange.session is None else exchange.session.add_header(reply)
 
         router.post(prefix + path, responses=errors, name=answer.__name__, description=answer.__doc__)(endpoint)
 
@@ -540,25 +544,17 @@ async def _stream(lines: AsyncIterator[str], exchange: Exchange) -> Response:
     return StreamingResponse(all_of_them(), media_type="text/event-stream")
 
 
-async def _until_its_end(body: AsyncIterable[Any], stack: AsyncExitStack) -> AsyncIterator[Any]:
-    """Yield the parts of ``body``, then close ``stack``."""
-    async with stack:
-        async for part in body:
-            yield part
-
-
 async def _chunks(lines: AsyncIterator[str], exchange: Exchange) -> AsyncIterator[str]:
     """Yield the chunks of a chat, with weight versions in the last chunk of each choice."""
     async for line in lines:
-        event = line.removeprefix("data: ").strip()
-        chunk = None if event == "[DONE]" else json.loads(event)
-        ended = [choice for choice in (chunk or {}).get("choices", ()) if choice.get("finish_reason")]
+        chunk = chunk_of(line)
+        ended = [choice for choice in chunk.get("choices", ()) if choice.get("finish_reason")]
         if not ended:
             yield line
             continue
         for choice in ended:
             choice["weight_versions"] = _versions(exchange)[choice["index"]]
-        yield f"data: {json.dumps(_with_versions(cast(JsonObject, chunk), exchange))}\n\n"
+        yield f"data: {json.dumps(_with_versions(chunk, exchange))}\n\n"
 
 
 async def _events(events: AsyncIterator[Any], exchange: Exchange) -> AsyncIterator[str]:

@@ -65,14 +65,14 @@ async def count_tokens(
     session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
     """Answer ``/v1/messages/count_tokens`` at the session's URL, where agents expect it. Records no turn."""
-    await _begin_turn(session_id, services)
+    await services.sessions.num_turns(session_id)
     return await routes.count_tokens(request, services, body)
 
 
 @router.get("/{session_id}/v1/models", responses=_ERRORS)
 async def list_models(session_id: SessionName, services: Here) -> dict[str, object]:
     """Answer ``/v1/models`` at the session's URL, where agents expect it."""
-    await _begin_turn(session_id, services)
+    await services.sessions.num_turns(session_id)
     return await models.models(services)
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from rollout_service.errors import Forbidden, InvalidRequest, MalformedRequest, RolloutServiceError, Unauthorized
 from rollout_service.gateway.routes import GuardedRoute, OpenRoute, PromptsRoute
 from rollout_service.gateway.update_weights import is_worth_repeating
-from rollout_service.web.errors import ErrorResponse, validation_error
+from rollout_service.web.errors import ErrorResponse, error_response, validation_error
 
 
 class _SglangRoute(OpenRoute):
@@ -42,9 +42,10 @@ class DataRoute(_SglangRoute, PromptsRoute):
 
     def refusal(self, error: RolloutServiceError) -> Response:
         """Return the error with status 400 for 422."""
-        status = 400 if isinstance(error, InvalidRequest) else error.http_status
-        headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
-        return ErrorResponse(error.to_wire(), status_code=status, headers=headers)
+        reply = error_response(error)
+        if isinstance(error, InvalidRequest):
+            reply.status_code = 400
+        return reply
 
 
 class ControlRoute(_SglangRoute, GuardedRoute):

@@ -1,5 +1,6 @@
 """What tests of chats share: an engine in this process that says what it is told to, and a gateway in front of it."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,23 @@ class ScriptedEngine:
             replica_id="r1",
             returned=self.cut_after is not None,
         )
+
+
+def spans(versions: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
+    """Return the version, the start and the end of each span of a reply."""
+    return [(span["version"], span["start"], span["end"]) for span in versions]
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Return the data of a stream's events that are JSON objects."""
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def chunks_of(text: str) -> list[dict[str, Any]]:
+    """Return the chunks of a stream, which ends with ``[DONE]``."""
+    *lines, done, nothing = text.split("\n\n")
+    assert (done, nothing) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def config_of(model: Path, **chat: object) -> ServiceConfig:

@@ -21,7 +21,7 @@ from rollout_service.model.tiny import character_tokenizer, make_tiny_qwen3
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.web.auth import Authorizer
 from tests.unit.gateway.chats import URL, ScriptedEngine, config_of
-from tests.unit.gateway.fakes import EchoEngine, client_of, http_to
+from tests.unit.gateway.fakes import EchoEngine, client_of, http_to, with_engine
 
 
 @pytest.fixture
@@ -69,13 +69,8 @@ def scripted() -> ScriptedEngine:
 
 @pytest.fixture
 def chatting(services: Services, model: Path, scripted: ScriptedEngine) -> Services:
-    return replace(
-        services,
-        max_model_len=512,
-        aliases=("org/tiny",),
-        dispatcher=Dispatcher(scripted, ingest=None, limits=EngineConfig()),
-        chats=LazyServing(config_of(model)),
-    )
+    services = with_engine(services, scripted)
+    return replace(services, max_model_len=512, aliases=("org/tiny",), chats=LazyServing(config_of(model)))
 
 
 @pytest.fixture

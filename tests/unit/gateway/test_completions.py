@@ -1,20 +1,17 @@
 """The request and the reply of ``/v1/completions``."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
-from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import ContextTooLong, InvalidRequest, NonFiniteLogprob, from_wire
-from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.completions import CompletionRequest, completions
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
-from tests.unit.gateway.fakes import EchoEngine
+from tests.unit.gateway.fakes import EchoEngine, with_engine
 
 
 def request(**fields: Any) -> CompletionRequest:
@@ -115,9 +112,8 @@ class TestRequest:
                     raise NonFiniteLogprob("token 3 has logprob nan")
                 return await super().generate(call)
 
-        services = replace(services, dispatcher=Dispatcher(Fails(), ingest=None, limits=EngineConfig()))
         with pytest.raises(NonFiniteLogprob, match="prompt 1 of 2, counted from 0: token 3"):
-            reply = await completions(request(prompt=[[5], [6]], stream=stream), services)
+            reply = await completions(request(prompt=[[5], [6]], stream=stream), with_engine(services, Fails()))
             assert isinstance(reply, StreamingResponse)  # the other prompt's tokens came first: an event says it
             text = "".join([str(line) async for line in reply.body_iterator])
             raise from_wire(500, json.loads(text.split("data: ")[-2]))

@@ -1,6 +1,5 @@
 """The control routes: ``/health`` and ``/v1/fleet`` say why nothing can be served, and vLLM's sleep routes."""
 
-import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +11,7 @@ from rollout_service.errors import NotReady
 from rollout_service.gateway import dependencies
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import FailedStart, FailedStarts, Fleet, PauseMode, ReplicaStatus, SleepTag
-from tests.unit.gateway.fakes import http_to
+from tests.unit.gateway.fakes import Silent, http_to
 
 LIVE = ReplicaStatus(replica_id="r9", version=3, state="ready")
 STARTING = ReplicaStatus(replica_id="r9", version=None, state="starting")
@@ -76,11 +75,6 @@ async def test_where_no_replica_said_anything_serve_is_asked(services, ingest):
 
 @pytest.mark.parametrize("path", ["/health", "/v1/fleet"])
 async def test_nobody_waits_for_an_ingest_that_never_answers(services, monkeypatch, path):
-    class Silent:
-        async def fleet(self) -> Fleet:
-            await asyncio.Event().wait()
-            raise AssertionError
-
     monkeypatch.setattr(dependencies, "INGEST_ANSWERS_S", 0.01)
     status, body = await health(services, Silent(), lambda: {"ingest": "the disk is full"}, path)
     assert (status, body["error"]["detail"]) == (503, {"not_running": {"ingest": "the disk is full"}})

@@ -46,10 +46,20 @@ class Gateway:
         return StreamingResponse(parts())
 
 
-async def test_open_requests_are_cancelled_with_503_and_retry_after():
-    gateway = Gateway()
-    asking = asyncio.create_task(gateway.http.get("/slow"))
+@pytest.fixture
+def gateway() -> Gateway:
+    return Gateway()
+
+
+@pytest.fixture
+async def asking(gateway: Gateway) -> asyncio.Task[httpx.Response]:
+    """A request that the gateway has begun to answer."""
+    task = asyncio.create_task(gateway.http.get("/slow"))
     await asyncio.wait_for(gateway.asked.wait(), LONG_S)
+    return task
+
+
+async def test_open_requests_are_cancelled_with_503_and_retry_after(gateway, asking):
     gateway.open.refuse()
     answer = await asyncio.wait_for(asking, LONG_S)
     assert answer.status_code == 503 and "Retry-After" in answer.headers
@@ -58,25 +68,20 @@ async def test_open_requests_are_cancelled_with_503_and_retry_after():
     assert gateway.cancelled
 
 
-async def test_answered_and_later_requests_are_not_refused():
-    gateway = Gateway()
+async def test_answered_and_later_requests_are_not_refused(gateway):
     gateway.let.set()
     assert (await gateway.http.get("/slow")).json() == "answered"
     gateway.open.refuse()
     assert (await gateway.http.get("/slow")).json() == "answered"
 
 
-async def test_a_caller_that_goes_away_by_itself_is_cancelled_as_ever():
-    gateway = Gateway()
-    asking = asyncio.create_task(gateway.http.get("/slow"))
-    await asyncio.wait_for(gateway.asked.wait(), LONG_S)
+async def test_a_caller_that_goes_away_by_itself_is_cancelled_as_ever(gateway, asking):
     asking.cancel()
     await asyncio.wait([asking])
     assert asking.cancelled() and gateway.cancelled
 
 
-async def test_an_answer_that_has_begun_is_not_mixed_with_another_one():
-    gateway = Gateway()
+async def test_an_answer_that_has_begun_is_not_mixed_with_another_one(gateway):
     asking = asyncio.create_task(gateway.http.get("/stream"))
     await asyncio.wait_for(gateway.begun.wait(), LONG_S)
     gateway.open.refuse()
@@ -84,10 +89,7 @@ async def test_an_answer_that_has_begun_is_not_mixed_with_another_one():
     assert asking.cancelled()
 
 
-async def test_an_answer_that_says_503_is_not_cut_off_by_a_second_refusal():
-    gateway = Gateway()
-    asking = asyncio.create_task(gateway.http.get("/slow"))
-    await asyncio.wait_for(gateway.asked.wait(), LONG_S)
+async def test_an_answer_that_says_503_is_not_cut_off_by_a_second_refusal(gateway, asking):
     gateway.open.refuse()
     gateway.open.refuse()
     assert (await asyncio.wait_for(asking, LONG_S)).status_code == 503

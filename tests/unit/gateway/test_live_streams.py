@@ -10,19 +10,18 @@ import httpx
 import pytest
 
 from rollout_service.client import RolloutClient
-from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import InvalidRequest, NonFiniteLogprob, RolloutServiceError
 from rollout_service.fleet.continuation import slice_completion
-from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.model.tiny import EOS, VOCABULARY
 from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
+from rollout_service.protocol.sessions import OpenSession
 from rollout_service.runtime.placements import PLACEMENTS
-from tests.unit.gateway.chats import HELLO, ids
-from tests.unit.gateway.fakes import client_of, http_to
+from rollout_service.sessions.store import SessionStore
+from tests.unit.gateway.chats import HELLO, chunks_of, events_of, ids, spans
+from tests.unit.gateway.fakes import call_and_leave, client_of, http_to, with_engine
 
 TEXT = "hello, world"
 STEPS = (1, 4, 5, 11)
@@ -97,18 +96,14 @@ def telling() -> TellingEngine:
     return TellingEngine()
 
 
-def told_by(chatting: Services, telling: TellingEngine) -> Services:
-    return replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))
-
-
 @pytest.fixture
 def http(chatting: Services, telling: TellingEngine) -> httpx.AsyncClient:
-    return http_to(told_by(chatting, telling))
+    return http_to(with_engine(chatting, telling))
 
 
 @pytest.fixture
 def client(chatting: Services, telling: TellingEngine) -> RolloutClient:
-    return client_of(told_by(chatting, telling))
+    return client_of(with_engine(chatting, telling))
 
 
 async def streamed(http: httpx.AsyncClient, path: str, **body: object) -> list[dict[str, Any]]:
@@ -116,9 +111,7 @@ async def streamed(http: httpx.AsyncClient, path: str, **body: object) -> list[d
     reply = await http.post(path, json={**body, "stream": True})
     assert reply.status_code == 200, reply.text
     assert reply.headers["content-type"].startswith("text/event-stream")
-    *lines, done, nothing = reply.text.split("\n\n")
-    assert (done, nothing) == ("data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    return chunks_of(reply.text)
 
 
 def of_choice(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
@@ -126,10 +119,6 @@ def of_choice(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
 
 
 WHOLE_SPANS = [("3", 0, 3), ("4", 3, 13)]
-
-
-def spans(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
-    return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
 
 
 class TestGenerate:
@@ -146,7 +135,7 @@ class TestGenerate:
             logprobs = [c["logprobs"] if flat else [t["logprob"] for t in c["logprobs"]["content"]] for c in choices]
             assert list(itertools.chain(*logprobs)) == pytest.approx([-0.1 * at for at in range(13)])
             assert [c["finish_reason"] for c in choices] == [None] * 4 + ["stop"]
-            assert [spans(c) for c in choices] == [
+            assert [spans(c["weight_versions"]) for c in choices] == [
                 [("3", 0, 1)], [("3", 1, 3), ("4", 3, 4)], [("4", 4, 5)], [("4", 5, 11)], WHOLE_SPANS,
             ]  # fmt: skip
 
@@ -217,7 +206,7 @@ class TestCompletions:
             offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
             assert offsets == list(range(13))
             assert choices[0]["prompt_token_ids"] == body["prompt"][index // 2]
-            assert spans(choices[-1]) == WHOLE_SPANS and choices[-1]["finish_reason"] == "stop"
+            assert spans(choices[-1]["weight_versions"]) == WHOLE_SPANS and choices[-1]["finish_reason"] == "stop"
 
     async def test_what_may_be_the_beginning_of_a_stop_string_is_held_back(self, http):
         chunks = await streamed(http, "/v1/completions", prompt="hi", stop=["lo!"], max_tokens=13)
@@ -247,19 +236,16 @@ class TestChat:
             logprobs = [t["logprob"] for c in choices for t in (c.get("logprobs") or {"content": []})["content"]]
             assert logprobs == pytest.approx([-0.1 * at for at in range(13)])
             [end] = [choice for choice in choices if choice["finish_reason"]]
-            assert end["finish_reason"] == "stop" and spans(end) == WHOLE_SPANS
+            assert end["finish_reason"] == "stop" and spans(end["weight_versions"]) == WHOLE_SPANS
 
     async def test_so_it_does_for_anthropic_and_openais_responses(self, http):
         body: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "messages": HELLO, "stream": True}
-        lines = (await http.post("/v1/messages", json=body)).text.splitlines()
-        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        events = events_of((await http.post("/v1/messages", json=body)).text)
         assert [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"] == [
             "h", "ell", "o", ", worl", "d",
         ]  # fmt: skip
-        lines = (
-            await http.post("/v1/responses", json={"model": "tiny", "input": "hi", "stream": True})
-        ).text.splitlines()
-        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        reply = await http.post("/v1/responses", json={"model": "tiny", "input": "hi", "stream": True})
+        events = events_of(reply.text)
         deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
         assert "".join(deltas) == TEXT and len(deltas) > 1
 
@@ -294,25 +280,28 @@ class TestClient:
 
 
 async def test_who_goes_away_ends_the_work(chatting, telling):
-    app, body = create_app(told_by(chatting, telling)), {"prompt": [[5], [6]], "max_tokens": 13, "stream": True}
-    sent = asyncio.Event()
     telling.replies = False
-    requests = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
-
-    async def receive() -> dict[str, Any]:
-        if (message := next(requests, None)) is not None:
-            return message
-        await sent.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.body":
-            sent.set()
-
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/v1/completions",
-        "raw_path": b"/v1/completions", "query_string": b"", "headers": [(b"content-type", b"application/json")],
-        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http", "root_path": "",
-    }  # fmt: skip
-    await app(scope, receive, send)
+    body = json.dumps({"prompt": [[5], [6]], "max_tokens": 13, "stream": True}).encode()
+    await call_and_leave(with_engine(chatting, telling), "POST", "/v1/completions", body, at="http.response.body")
     assert len(telling.calls) == telling.cancelled == 2
+
+
+class RemoteSessions(SessionStore):
+    """Sessions of another process: a call to them takes a while."""
+
+    ended = 0
+
+    async def end_turn(self, session_id: str) -> None:
+        await asyncio.sleep(0)
+        await super().end_turn(session_id)
+        self.ended += 1
+
+
+@pytest.mark.parametrize("at", ["http.response.start", "http.response.body"])
+async def test_who_leaves_a_stream_lets_its_session_expire(chatting, telling, at):
+    telling.replies, sessions = False, RemoteSessions()
+    name = await sessions.open(OpenSession())
+    services = replace(with_engine(chatting, telling), sessions=sessions)
+    body = json.dumps({"messages": HELLO, "stream": True}).encode()
+    await call_and_leave(services, "POST", f"/v1/sessions/{name}/v1/chat/completions", body, at)
+    assert len(telling.calls) == sessions.ended == 1

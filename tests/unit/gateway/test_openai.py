@@ -17,7 +17,7 @@ from rollout_service.gateway.openai.routes import MAX_PARTS
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.prompts import BYTES_PER_TOKEN
 from rollout_service.protocol.rollout import Completion, Rollout, Span
-from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, config_of, ids
+from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, config_of, events_of, ids, spans
 from tests.unit.gateway.fakes import http_to
 
 A_TOOL = {"name": "add", "input_schema": {"type": "object"}}
@@ -57,10 +57,7 @@ class TestChat:
             content = choice["logprobs"]["content"]
             assert [each["token"] for each in content] == [f"token_id:{token}" for token in choice["token_ids"]]
             assert {each["logprob"] for each in content} == {-0.5} and len(content[0]["top_logprobs"]) == 1
-            assert [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"]] == [
-                ("3", 0, 1),
-                ("4", 1, 6),
-            ]
+            assert spans(choice["weight_versions"]) == [("3", 0, 1), ("4", 1, 6)]
         assert "weight_version" not in found  # there is not one
 
     async def test_the_model_may_choose_to_call_a_tool(self, sdk, scripted):
@@ -269,7 +266,7 @@ class TestWhatTheModelSaid:
 
         monkeypatch.setattr("rollout_service.gateway.openai.engine.live_pieces", fail)
         reply = await chat_http.post(f"/v1/{path}", json=asked_of(path, stream=True))
-        errors = [each for line in reply.text.splitlines() if (each := _data(line)).get("error")]
+        errors = [each for each in events_of(reply.text) if each.get("error")]
         assert [each["error"]["message"] for each in errors] == ["token 1 has no logprob"], reply.text
 
     @pytest.mark.parametrize("path", APIS)
@@ -321,12 +318,6 @@ class TestWhatTheModelSaid:
 ONE_TOKEN = (Span(version=3, start=0, end=1),)
 
 
-def _data(line: str) -> dict[str, Any]:
-    """The data of a line of a stream."""
-    data = line.removeprefix("data: ")
-    return dict(json.loads(data)) if data.startswith("{") else {}
-
-
 def _message_of(told: dict[str, Any]) -> dict[str, Any]:
     """The message that an agent sends back after a reply."""
     return told["choices"][0]["message"] if "choices" in told else {"role": "assistant", "content": told["content"]}
@@ -335,7 +326,7 @@ def _message_of(told: dict[str, Any]) -> dict[str, Any]:
 def _all_text(events: str) -> str:
     """The text of a reply, or of a stream's events that bring more of it."""
     found = []
-    for event in map(_data, events.splitlines()):
+    for event in events_of(events):
         delta = event.get("delta")
         found.append(delta if isinstance(delta, str) else (delta or {}).get("text") or "")
         found += [choice.get("delta", {}).get("content") or "" for choice in event.get("choices", ())]
@@ -354,7 +345,7 @@ class TestCutShort:
             """The reply, or the event with the end of a stream."""
             reply = await chat_http.post(f"/v1/{path}", json=body | {"stream": stream})
             assert reply.status_code == 200, reply.text
-            events = [each for line in reply.text.splitlines() if (each := _data(line))]
+            events = events_of(reply.text) if stream else [reply.json()]
             names = ('"finish_reason": "', '"stop_reason": "', '"response": {')
             return [each for each in events if not stream or any(name in json.dumps(each) for name in names)][-1]
 
@@ -373,7 +364,7 @@ class TestCutShort:
         scripted.text = f"{whole}\n{whole}"
         scripted.cut_after = len(whole) + 50
         reply = await chat_http.post("/v1/responses", json=asked_of("responses", tools=True, stream=True))
-        events = [each for line in reply.text.splitlines() if (each := _data(line))]
+        events = events_of(reply.text)
         ended = [each["item"]["status"] for each in events if each["type"] == "response.output_item.done"]
         assert ended == ["completed", "incomplete"]
         assert [each["sequence_number"] for each in events] == list(range(len(events)))

@@ -1,6 +1,5 @@
 """Session, priority and what to do with aborted completions, on both data routes."""
 
-import asyncio
 from dataclasses import replace
 
 import httpx
@@ -14,7 +13,7 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from tests.unit.gateway.fakes import EchoEngine, LabelIngest, http_to
+from tests.unit.gateway.fakes import EchoEngine, LabelIngest, Silent, http_to
 
 ROUTES = {"/inference/v1/generate": {"token_ids": [5, 6]}, "/v1/completions": {"prompt": [5, 6]}}
 
@@ -65,25 +64,19 @@ async def test_a_version_is_asked_for_by_number_or_label(services, engine, path,
 
 
 async def test_nobody_waits_for_the_number_of_a_label(services, monkeypatch):
-    class Silent:
-        async def version_of(self, label: str) -> int:
-            await asyncio.Event().wait()
-            raise AssertionError
-
     monkeypatch.setattr(dependencies, "INGEST_ANSWERS_S", 0.01)
     reply = await post(replace(services, ingest=Silent()), "/v1/completions", min_weight_version="step-9")
     assert reply.status_code == 503 and "the ingest has not answered" in reply.text
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/sessions/s/v1/chat/completions", "/v1/responses"])
-async def test_a_chat_has_one_session(chatting, scripted, path):
+async def test_a_chat_has_one_session(chat_http, scripted, path):
     headers = {} if "sessions" in path else {"X-Session-Id": "s"}
     body = {"input": "hi"} if "responses" in path else EVERY_ROUTE["/v1/chat/completions"]
-    async with http_to(chatting) as http:
-        await http.post("/v1/sessions", json={"session_id": "s"})
-        reply = await http.post(path, json={**body, "session_id": "t"}, headers=headers)
-        assert reply.status_code == 422 and "differ: send one" in reply.text and not scripted.calls
-        assert (await http.post(path, json={**body, "session_id": "s"}, headers=headers)).status_code == 200
+    await chat_http.post("/v1/sessions", json={"session_id": "s"})
+    reply = await chat_http.post(path, json={**body, "session_id": "t"}, headers=headers)
+    assert reply.status_code == 422 and "differ: send one" in reply.text and not scripted.calls
+    assert (await chat_http.post(path, json={**body, "session_id": "s"}, headers=headers)).status_code == 200
     assert [call.session_id for call in scripted.calls] == ["s"]
 
 
@@ -124,9 +117,8 @@ async def test_weight_version_of_every_route_reaches_the_engines(chatting, path,
     "wanted",
     [{"exact_version": -1}, {"exact_version": 1, "min_version": 1}, {"newest": True}, 7, {"exact_version": ""}],
 )
-async def test_impossible_weight_version_is_refused_by_name(chatting, path, wanted):
-    async with http_to(chatting) as http:
-        reply = await http.post(path, json={**EVERY_ROUTE[path], "weight_version": wanted})
+async def test_impossible_weight_version_is_refused_by_name(chat_http, path, wanted):
+    reply = await chat_http.post(path, json={**EVERY_ROUTE[path], "weight_version": wanted})
     assert reply.status_code in (400, 422) and "weight_version" in reply.json()["error"]["message"], reply.text
 
 

@@ -62,20 +62,19 @@ class TestText:
         assert completions["choices"][0]["logprobs"]["tokens"] == [" Paris", "x"]
         assert '"text": " Parisx"' in events
 
-    async def test_routes_for_text_take_add_special_tokens(self, services):
+    async def test_routes_for_text_take_add_special_tokens(self, services, http):
         assert services.tokenizer is not None
         services.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)]
         )
-        async with http_to(services) as http:
-            for add, number in ((None, 1), (True, 2), (False, 1)):
-                option = {} if add is None else {"add_special_tokens": add}
-                asked = {"prompt": "<bos>ab", **option}
-                native = (await http.post("/inference/v1/generate", json=asked)).json()
-                assert native["prompt_token_ids"].count(1) == number
-                asked |= {"return_token_ids": True}
-                completions = (await http.post("/v1/completions", json=asked)).json()
-                assert completions["choices"][0]["prompt_token_ids"].count(1) == number
+        for add, number in ((None, 1), (True, 2), (False, 1)):
+            option = {} if add is None else {"add_special_tokens": add}
+            asked = {"prompt": "<bos>ab", **option}
+            native = (await http.post("/inference/v1/generate", json=asked)).json()
+            assert native["prompt_token_ids"].count(1) == number
+            asked |= {"return_token_ids": True}
+            completions = (await http.post("/v1/completions", json=asked)).json()
+            assert completions["choices"][0]["prompt_token_ids"].count(1) == number
 
     @pytest.mark.parametrize(
         ("added", "text", "add", "wanted"),

@@ -5,14 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import InvalidRequest
-from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import GenerateCall
-from tests.unit.gateway.fakes import EchoEngine, client_of, http_to
+from tests.unit.gateway.fakes import EchoEngine, client_of, http_to, with_engine
 
 
 class RoutingEngine(EchoEngine):
@@ -30,7 +28,7 @@ class RoutingEngine(EchoEngine):
 
 @pytest.fixture
 def routing(services: Services) -> Services:
-    return replace(services, returns_experts=True, dispatcher=Dispatcher(RoutingEngine(), None, EngineConfig()))
+    return replace(with_engine(services, RoutingEngine()), returns_experts=True)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rollout_service.gateway.routes import GuardedRoute, OpenRoute, PromptsRoute
 from rollout_service.protocol.base import Frozen
 from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import PROBLEMS_LISTED, FieldProblem, validation_error
+from tests.unit.gateway.fakes import call_and_leave
 
 OPEN = {
     ("POST", "/inference/v1/generate"),
@@ -344,16 +345,5 @@ async def test_a_body_that_is_no_json_text_is_malformed(services, body, says):
 
 
 async def test_a_body_that_is_cut_off_is_malformed(services):
-    messages = iter([{"type": "http.request", "body": b'{"tok', "more_body": True}, {"type": "http.disconnect"}])
-    statuses = []
-
-    async def receive() -> Any:
-        return next(messages)
-
-    async def send(message: Any) -> None:
-        statuses.append(message.get("status"))
-
-    scope = {"type": "http", "method": "POST", "path": GENERATE, "raw_path": GENERATE.encode(), "query_string": b""}
-    scope |= {"headers": [(b"content-type", b"application/json")], "client": ("192.0.2.1", 1), "root_path": ""}
-    await create_app(services)(scope, receive, send)
-    assert statuses[0] == 400
+    start, *_ = await call_and_leave(services, "POST", GENERATE, b'{"tok', at=None)
+    assert start["status"] == 400

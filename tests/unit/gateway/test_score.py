@@ -77,14 +77,13 @@ async def test_more_than_json_holds_must_be_packed(services, scoring):
         assert (await http.post("/inference/v1/score", json={**body, "compact": True})).status_code == 200
 
 
-async def test_packed_scores_may_exceed_what_lists_may(services, scoring, monkeypatch):
+async def test_packed_scores_may_exceed_what_lists_may(http, scoring, monkeypatch):
     monkeypatch.setattr("rollout_service.gateway.prompts.MAX_PROMPT_LOGPROBS", 7)
-    async with http_to(services) as http:
-        body = {"token_ids": TOKENS, "sampling_params": {"prompt_logprobs": 1}}
-        refused = await http.post("/inference/v1/generate", json=body)
-        assert refused.status_code == 422 and "8 logprobs are more than the 7 that fit" in refused.text
-        packed = {"token_ids": TOKENS, "top_logprobs": 1, "compact": True}
-        assert (await http.post("/inference/v1/score", json=packed)).status_code == 200
+    body = {"token_ids": TOKENS, "sampling_params": {"prompt_logprobs": 1}}
+    refused = await http.post("/inference/v1/generate", json=body)
+    assert refused.status_code == 422 and "8 logprobs are more than the 7 that fit" in refused.text
+    packed = {"token_ids": TOKENS, "top_logprobs": 1, "compact": True}
+    assert (await http.post("/inference/v1/score", json=packed)).status_code == 200
 
 
 async def test_scores_lost_with_their_replica_are_asked_for_again(http):

@@ -12,15 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_service.config.engine import EngineConfig
-from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.openai import exchange, serving
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.model.tiny import character_tokenizer
 from rollout_service.sessions.template import REASONS
-from tests.unit.gateway.chats import HELLO, TOOL, URL, ScriptedEngine, config_of
+from tests.unit.gateway.chats import HELLO, TOOL, ScriptedEngine, config_of
+from tests.unit.gateway.fakes import http_to, with_engine
 from tests.unit.sessions.test_template import CHATML, GLM, GLM_ENDS
 
 MORE: dict[str, Any] = {"role": "user", "content": "more"}
@@ -74,15 +72,13 @@ def speaking(services: Services, model: Path, scripted: ScriptedEngine, tmp_path
         ):
             (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
         chatting = replace(
-            services,
+            with_engine(services, scripted),
             vocab_size=160,
             max_model_len=512,
             tokenizer=tokenizer,
-            dispatcher=Dispatcher(scripted, ingest=None, limits=EngineConfig()),
             chats=LazyServing(config_of(folder, **chat)),
         )
-        transport = httpx.ASGITransport(app=create_app(chatting))
-        async with httpx.AsyncClient(transport=transport, base_url=URL) as http:
+        async with http_to(chatting) as http:
             session = (await http.post("/v1/sessions")).json()["session_id"]
             yield Agent(http, session, scripted, tokenizer)
 

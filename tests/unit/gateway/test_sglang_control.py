@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollout_service.errors import CommitTimeout, InvalidDelta, NotFound, NotReady, Overtaken
+from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import EngineLoad, Fleet, PauseMode, ReplicaStatus
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.upload import CommitUpload
@@ -32,6 +33,7 @@ class Ingest(FolderIngest):
     overtaken: bool = False
     aborts: int = 0
     drops: int = 0
+    replicas: tuple[ReplicaStatus, ...] = FLEET.replicas
 
     async def abort_running(self, timeout_s: float) -> None:
         self.aborts += 1
@@ -49,17 +51,25 @@ class Ingest(FolderIngest):
         return self.paused
 
     async def fleet(self) -> Fleet:
-        return FLEET
+        return FLEET.model_copy(update={"replicas": self.replicas})
 
 
-async def test_slime_s_update_by_disk(services):
-    ingest = Ingest()
-    async with http_to(replace(services, ingest=ingest)) as http:
-        assert (await http.post("/pause_generation", json={})).json()["status"] == "ok"
-        assert (await http.get("/flush_cache")).status_code == 200
-        body = {"model_path": "/out/weight_v000009", "weight_version": "12"}  # which goes before the name's
-        reply = await http.post("/update_weights_from_disk", json=body)
-        assert (await http.post("/continue_generation", json={})).json()["status"] == "ok"
+@pytest.fixture
+def ingest() -> Ingest:
+    return Ingest()
+
+
+@pytest.fixture
+def services(services: Services, ingest: Ingest) -> Services:
+    return replace(services, ingest=ingest)
+
+
+async def test_slime_s_update_by_disk(http, ingest):
+    assert (await http.post("/pause_generation", json={})).json()["status"] == "ok"
+    assert (await http.get("/flush_cache")).status_code == 200
+    body = {"model_path": "/out/weight_v000009", "weight_version": "12"}  # which goes before the name's
+    reply = await http.post("/update_weights_from_disk", json=body)
+    assert (await http.post("/continue_generation", json={})).json()["status"] == "ok"
     assert reply.status_code == 200
     assert reply.json() == {
         "success": True,
@@ -72,12 +82,10 @@ async def test_slime_s_update_by_disk(services):
     assert ingest.labels == ["weight_v000009"]
 
 
-async def test_slime_s_pull_stages_a_published_version_or_serves_it(services):
-    ingest = Ingest()
+async def test_slime_s_pull_stages_a_published_version_or_serves_it(http, ingest):
     body = {"source_dir": "/out/deltas", "target_version": 9}
-    async with http_to(replace(services, ingest=ingest)) as http:
-        staged = await http.post("/pull_weights", json={**body, "local_checkpoint_dir": "/nvme/checkpoint"})
-        served = await http.post("/pull_weights", json=body)
+    staged = await http.post("/pull_weights", json={**body, "local_checkpoint_dir": "/nvme/checkpoint"})
+    served = await http.post("/pull_weights", json=body)
     message = "version 9 is verified: POST /update_weights_from_disk serves it"
     assert (staged.status_code, staged.json()) == (200, {"success": True, "message": message, "version": 9})
     assert served.json()["message"] == "version 9 is served" and ingest.pulled[1].wait == "all"
@@ -85,36 +93,30 @@ async def test_slime_s_pull_stages_a_published_version_or_serves_it(services):
     assert str(ingest.pulled[0].local_checkpoint_dir) == "/nvme/checkpoint"
 
 
-async def test_areal_s_sglang_backend_updates_and_aborts(services):
-    ingest = Ingest()
-    async with http_to(replace(services, ingest=ingest)) as http:
-        await http.post("/pause_generation", json={})
-        await http.post("/pause_generation", json={"mode": "in_place"})
-        body = {"model_path": "/out/weight_update_v9", "abort_all_requests": True, "weight_version": "run-7/step-9"}
-        assert (await http.post("/update_weights_from_disk", json=body)).json()["success"] is True
-        await http.post("/continue_generation", json={})
+async def test_areal_s_sglang_backend_updates_and_aborts(http, ingest):
+    await http.post("/pause_generation", json={})
+    await http.post("/pause_generation", json={"mode": "in_place"})
+    body = {"model_path": "/out/weight_update_v9", "abort_all_requests": True, "weight_version": "run-7/step-9"}
+    assert (await http.post("/update_weights_from_disk", json=body)).json()["success"] is True
+    await http.post("/continue_generation", json={})
     assert [order[1:] for order in ingest.orders] == [("abort", "return"), ("keep", "continue"), ("keep", "continue")]
     [(_, request, number)] = ingest.told
     assert (request.mode, number, ingest.labels) == ("abort", 9, ["run-7/step-9"])
 
 
-async def test_areal_s_vllm_backend_pauses_updates_and_goes_on(services):
-    ingest = Ingest()
-    async with http_to(replace(services, ingest=ingest)) as http:
-        replies = [
-            await http.post("/areal_pause_generation", json={}),
-            await http.post("/areal_update_weights", json={"model_path": "/out/weight_update_v9"}),
-            await http.post("/areal_continue_generation", json={}),
-        ]
+async def test_areal_s_vllm_backend_pauses_updates_and_goes_on(http, ingest):
+    replies = [
+        await http.post("/areal_pause_generation", json={}),
+        await http.post("/areal_update_weights", json={"model_path": "/out/weight_update_v9"}),
+        await http.post("/areal_continue_generation", json={}),
+    ]
     assert [(reply.status_code, reply.json()["success"]) for reply in replies] == [(200, True)] * 3
     assert ingest.orders == [(True, "abort", "return"), (False, "keep", "continue")]
     assert [number for _, _, number in ingest.told] == [9]
 
 
-async def test_aborting_everything_asks_for_no_pause(services):
-    ingest = Ingest()
-    async with http_to(replace(services, ingest=ingest)) as http:
-        reply = await http.post("/abort_request", json={"abort_all": True})
+async def test_aborting_everything_asks_for_no_pause(http, ingest):
+    reply = await http.post("/abort_request", json={"abort_all": True})
     assert (reply.status_code, reply.content, ingest.aborts, ingest.orders) == (200, b"", 1, [])
 
 
@@ -129,9 +131,9 @@ async def test_aborting_everything_asks_for_no_pause(services):
 @pytest.mark.parametrize(
     ("kind", "status"), [(NotFound, 400), (InvalidDelta, 400), (NotReady, 503), (CommitTimeout, 504)]
 )
-async def test_an_update_that_fails_says_so_in_sglang_s_form(services, path, body, kind, status):
-    async with http_to(replace(services, ingest=Ingest(error=kind("why")))) as http:
-        reply = await http.post(path, json=body)
+async def test_an_update_that_fails_says_so_in_sglang_s_form(http, ingest, path, body, kind, status):
+    ingest.error = kind("why")
+    reply = await http.post(path, json=body)
     assert reply.status_code == status
     assert (reply.json()["success"], reply.json()["message"], reply.json()["error"]["type"]) == (
         False,
@@ -160,33 +162,29 @@ async def test_an_update_that_fails_says_so_in_sglang_s_form(services, path, bod
         ("/areal_update_weights_xccl", {}, "weight_update_mode: disk"),
     ],
 )
-async def test_what_is_not_implemented_is_a_400_by_name(services, path, body, says):
-    ingest = Ingest()
-    async with http_to(replace(services, ingest=ingest)) as http:
-        reply = await http.post(path, json=body)
+async def test_what_is_not_implemented_is_a_400_by_name(http, ingest, path, body, says):
+    reply = await http.post(path, json=body)
     assert reply.status_code == 400 and says in reply.json()["message"] and reply.json()["success"] is False
     assert ingest.told == [] and ingest.orders == []
 
 
-async def test_the_cache_is_flushed_by_a_pause_alone(services):
-    async with http_to(replace(services, ingest=Ingest())) as http:
-        for method in ("GET", "POST"):
-            reply = await http.request(method, "/flush_cache")
-            assert reply.status_code == 400 and "/pause_generation first" in reply.json()["message"]
-    paused = Ingest(paused=True)
-    async with http_to(replace(services, ingest=paused)) as http:
-        assert (await http.get("/flush_cache")).status_code == 200
-    assert paused.drops == 1
+async def test_the_cache_is_flushed_by_a_pause_alone(http, ingest):
+    for method in ("GET", "POST"):
+        reply = await http.request(method, "/flush_cache")
+        assert reply.status_code == 400 and "/pause_generation first" in reply.json()["message"]
+    ingest.paused = True
+    assert (await http.get("/flush_cache")).status_code == 200
+    assert ingest.drops == 1
 
 
-async def test_a_pause_that_was_overtaken_is_a_400(services):
-    async with http_to(replace(services, ingest=Ingest(overtaken=True))) as http:
-        reply = await http.post("/pause_generation", json={})
+async def test_a_pause_that_was_overtaken_is_a_400(http, ingest):
+    ingest.overtaken = True
+    reply = await http.post("/pause_generation", json={})
     assert reply.status_code == 400 and reply.json()["message"] == "another pause"
 
 
 async def test_slime_reads_what_kind_of_server_this_is(services):
-    async with http_to(replace(services, tensor_parallel_size=2, ingest=Ingest())) as http:
+    async with http_to(replace(services, tensor_parallel_size=2)) as http:
         info = (await http.get("/server_info")).json()
         assert info == (await http.get("/get_server_info")).json()
         model = (await http.get("/model_info")).json()
@@ -196,21 +194,16 @@ async def test_slime_reads_what_kind_of_server_this_is(services):
     assert (model["served_model_name"], model["is_generation"], model["weight_version"]) == ("tiny", True, "7")
 
 
-async def test_the_load_is_of_what_is_not_answered_yet(services):
-    async with http_to(replace(services, ingest=Ingest())) as http:
-        told = (await http.get("/v1/loads?include=core")).json()
-        assert (await http.get("/v1/loads?include=memory")).status_code == 400
+async def test_the_load_is_of_what_is_not_answered_yet(http):
+    told = (await http.get("/v1/loads?include=core")).json()
+    assert (await http.get("/v1/loads?include=memory")).status_code == 400
     names = ("dp_rank", "num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_reqs")
     assert [[rank[name] for name in names] for rank in told["loads"]] == [[0, 0, 0, 0, 0], [1, 3, 1, 4, 4]]
     assert told["aggregate"] == {"total_running_reqs": 3, "total_waiting_reqs": 1, "total_reqs": 4}
 
 
-async def test_health_is_empty_whether_good_or_bad(services):
-    class NoReplica(Ingest):
-        async def fleet(self) -> Fleet:
-            return FLEET.model_copy(update={"replicas": ()})
-
-    for ingest, status in ((Ingest(), 200), (NoReplica(), 503)):
-        async with http_to(replace(services, ingest=ingest)) as http:
-            reply = await http.get("/health_generate")
-        assert (reply.status_code, reply.content) == (status, b"")
+@pytest.mark.parametrize(("replicas", "status"), [(FLEET.replicas, 200), ((), 503)], ids=["good", "bad"])
+async def test_health_is_empty_whether_good_or_bad(http, ingest, replicas, status):
+    ingest.replicas = replicas
+    reply = await http.get("/health_generate")
+    assert (reply.status_code, reply.content) == (status, b"")

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from rollout_service.config.engine import EngineConfig
-from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from tests.unit.gateway.chats import ScriptedEngine, ids
-from tests.unit.gateway.fakes import http_to
+from tests.unit.gateway.fakes import http_to, with_engine
 
 SLIME = {
     "input_ids": [5, 6, 7],
@@ -55,7 +53,7 @@ ROUTED = {
 
 async def post(services: Services, body: Any, engine: Any = None, headers: dict[str, str] | None = None) -> Any:
     if engine is not None:
-        services = replace(services, dispatcher=Dispatcher(engine, ingest=None, limits=EngineConfig()))
+        services = with_engine(services, engine)
     async with http_to(services, "192.0.2.1") as http:
         return await http.post("/generate", json=body, headers=headers)
 

@@ -5,14 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.chats import HELLO, TOOL
+from tests.unit.gateway.chats import HELLO, TOOL, chunks_of, spans
 
 CALL = 'so<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 VERSIONS = [("3", 0, 1), ("4", 1, 6)]
-
-
-def spans(versions: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
-    return [(span["version"], span["start"], span["end"]) for span in versions]
 
 
 class TestChat:
@@ -20,9 +16,7 @@ class TestChat:
         body = {"model": "tiny", "messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
         reply = await chat_http.post("/v1/chat/completions", json=body)
         assert reply.headers["content-type"].startswith("text/event-stream")
-        *lines, last, nothing = reply.text.split("\n\n")
-        assert (last, nothing) == ("data: [DONE]", "")
-        *choices, usage = [json.loads(line.removeprefix("data: ")) for line in lines]
+        *choices, usage = chunks_of(reply.text)
         deltas = [chunk["choices"][0]["delta"] for chunk in choices]
         assert deltas[0]["role"] == "assistant" and "".join(d.get("content") or "" for d in deltas) == "hello"
         ends = [chunk["choices"][0]["finish_reason"] for chunk in choices]

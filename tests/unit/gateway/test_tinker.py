@@ -25,6 +25,7 @@ SAMPLE: dict[str, Any] = {
     "prompt": {"chunks": [{"tokens": PROMPT}]},
     "sampling_params": {},
 }
+LONG = "tinker://" + "x" * 20_000
 EMPTY = Completion(index=0, token_ids=(), logprobs=(), finish_reason="stop", spans=())
 Post = Callable[..., Awaitable[Any]]
 
@@ -44,6 +45,10 @@ def post(services: Services) -> Post:
             return await http.post(f"/api/v1/{path}", json=body)
 
     return post
+
+
+async def ready() -> bytes:
+    return b"ready"
 
 
 async def sample(post: Post, **fields: object) -> Any:
@@ -142,6 +147,21 @@ async def test_several_gateways_refuse_sessions(post, services):
     assert reply.status_code == 422 and "scaling.gateways" in reply.text
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("retrieve_future", {"request_id": LONG}, 410),
+        *(
+            ("create_sampling_session", {"session_id": "0" * 32, "sampling_session_seq_id": 0, field: LONG}, 422)
+            for field in ("base_model", "model_path")
+        ),
+    ],
+)
+async def test_a_long_name_is_not_repeated_whole(post, path, body, status):
+    reply = await post(path, **body)
+    assert reply.status_code == status and len(reply.content) < 4096
+
+
 @pytest.mark.parametrize("path", ["create_model", "forward_backward", "optim_step", "save_weights_for_sampler"])
 async def test_training_is_refused_by_name(post, path):
     reply = await post(path, model_id="m")
@@ -162,9 +182,15 @@ def test_rows_of_targets_leave_empty_cells_out(fields, rows):
     assert Tensor(dtype="int64", **fields).rows() == rows
 
 
-@pytest.mark.parametrize("crow", [(0, 2, 1), (0, 1), (0, 1, 3), (1, 1, 2)])
-def test_indices_that_are_no_matrix_are_refused(crow):
-    targets = Tensor(data=(1, 2), dtype="int64", shape=(2, 2), sparse_crow_indices=crow, sparse_col_indices=(0, 1))
+@pytest.mark.parametrize(
+    ("crow", "columns"),
+    [
+        *((crow, (0, 1)) for crow in [(0, 2, 1), (0, 1), (0, 1, 3), (1, 1, 2)]),
+        *(((0, 1, 2), columns) for columns in [(0, 2), (-1, 0), (0, 2**64)]),
+    ],
+)
+def test_indices_that_are_no_matrix_are_refused(crow, columns):
+    targets = Tensor(data=(1, 2), dtype="int64", shape=(2, 2), sparse_crow_indices=crow, sparse_col_indices=columns)
     with pytest.raises(InvalidRequest, match="target_prompt_logprobs"):
         targets.rows()
 
@@ -228,9 +254,6 @@ def test_a_full_gateway_keeps_results_while_no_other_sample_comes(monkeypatch):
     async def program() -> None:
         samples = Samples(clock=asyncio.get_running_loop().time)
 
-        async def ready() -> bytes:
-            return b"ready"
-
         samples.start("a", ready)
         await asyncio.sleep(KEPT_S / 2)
         assert await samples.result("a") == b"ready"
@@ -246,9 +269,6 @@ async def test_full_gateway_forgets_results_and_refuses_more(monkeypatch):
     async def wait() -> bytes:
         await goes_on.wait()
         return b""
-
-    async def ready() -> bytes:
-        return b"ready"
 
     samples.start("old", ready)
     samples.start("runs", wait)

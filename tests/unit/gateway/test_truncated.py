@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 
-from rollout_service.config.engine import EngineConfig
-from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.mismatch import MismatchTable
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from tests.unit.gateway.fakes import EchoEngine, client_of, http_to
+from tests.unit.gateway.fakes import EchoEngine, client_of, http_to, with_engine
 from tests.unit.monitor.reports import body, full
 
 TRUNCATED: list[dict[str, Any]] = [
@@ -32,15 +30,14 @@ async def test_a_reply_says_whether_its_sampling_was_truncated(http, sampling, m
     assert completed.json()["truncated_sampling"] is marked
 
 
-async def test_the_client_and_the_monitor_know_it_too(services):
-    async with client_of(services) as client, http_to(services) as http:
-        rollout = await client.generate([5, 6, 7], top_p=0.9)
-        assert rollout.truncated_sampling and not (await client.generate([5, 6, 7])).truncated_sampling
-        sampled = full([-1.0] * 3, [*rollout.completions[0].logprobs])
-        report = body(sampled, truncated_sampling=rollout.truncated_sampling)
-        assert (await http.post("/v1/mismatch", content=report)).json()["truncated_tokens"] == 3
-        table = MismatchTable.model_validate_json((await http.get("/v1/mismatch")).content)
-        metrics = [row.tokens for row in table.truncated]
+async def test_the_client_and_the_monitor_know_it_too(client, http):
+    rollout = await client.generate([5, 6, 7], top_p=0.9)
+    assert rollout.truncated_sampling and not (await client.generate([5, 6, 7])).truncated_sampling
+    sampled = full([-1.0] * 3, [*rollout.completions[0].logprobs])
+    report = body(sampled, truncated_sampling=rollout.truncated_sampling)
+    assert (await http.post("/v1/mismatch", content=report)).json()["truncated_tokens"] == 3
+    table = MismatchTable.model_validate_json((await http.get("/v1/mismatch")).content)
+    metrics = [row.tokens for row in table.truncated]
     assert table.rows == () and metrics == [3]
 
 
@@ -55,7 +52,7 @@ class MaskingEngine(EchoEngine):
 
 @pytest.fixture
 def masking(services: Services) -> Services:
-    return replace(services, returns_masks=True, dispatcher=Dispatcher(MaskingEngine(), None, EngineConfig()))
+    return replace(with_engine(services, MaskingEngine()), returns_masks=True)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """Updates from a folder: prime-rl's admin plane, from the bodies that it sends (559b447), and what all APIs share."""
 
-import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from rollout_service.errors import (
@@ -23,8 +20,7 @@ from rollout_service.errors import (
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.update_weights import number_of, update_from_folder
 from rollout_service.protocol.fleet import PauseMode
-from rollout_service.protocol.weights import WeightStatus
-from tests.unit.gateway.fakes import FolderIngest, http_to
+from tests.unit.gateway.fakes import FolderIngest, Silent
 
 
 @dataclass
@@ -37,32 +33,34 @@ class Ingest(FolderIngest):
         self.paused.append((paused, mode, clear_cache))
 
 
-async def post(services: Services, body: Any, ingest: FolderIngest | None = None) -> httpx.Response:
-    async with http_to(replace(services, ingest=ingest or FolderIngest())) as http:
-        return await http.post("/update_weights", json=body)
+@pytest.fixture
+def ingest() -> Ingest:
+    return Ingest()
 
 
-async def test_prime_rl_updates_between_pause_and_resume(services):
-    ingest = Ingest()
-    async with http_to(replace(services, ingest=ingest)) as http:
-        assert (await http.post("/pause", params={"mode": "keep", "clear_cache": "false"})).status_code == 200
-        reply = await http.post("/update_weights", json={"weight_dir": "/out/broadcasts/step_7"})
-        assert (await http.post("/resume")).status_code == 200
+@pytest.fixture
+def services(services: Services, ingest: Ingest) -> Services:
+    return replace(services, ingest=ingest)
+
+
+async def test_prime_rl_updates_between_pause_and_resume(http, ingest):
+    assert (await http.post("/pause", params={"mode": "keep", "clear_cache": "false"})).status_code == 200
+    reply = await http.post("/update_weights", json={"weight_dir": "/out/broadcasts/step_7"})
+    assert (await http.post("/resume")).status_code == 200
     assert reply.status_code == 200 and reply.json() == {"status": "ok", "version": 7}
     assert ingest.paused == [(True, "keep", False), (False, "keep", True)]
     [(folder, request, number)] = ingest.told
     assert (folder, number, request.mode, request.wait) == (Path("/out/broadcasts/step_7"), 7, "keep", "all")
 
 
-async def test_no_folder_is_prime_rl_s_nccl_and_refused(services):
-    reply = await post(services, {"weight_dir": None})
+async def test_no_folder_is_prime_rl_s_nccl_and_refused(http):
+    reply = await http.post("/update_weights", json={"weight_dir": None})
     assert reply.status_code == 422 and 'set weight_broadcast.type = "filesystem"' in reply.text.replace("\\", "")
 
 
 @pytest.mark.parametrize("body", [{}, {"weight_dir": "/a", "update_info": {}}, {"weight_dir": "/a", "other": 1}])
-async def test_a_body_of_neither_client_is_refused(services, body):
-    ingest = FolderIngest()
-    assert (await post(services, body, ingest)).status_code == 422
+async def test_a_body_of_neither_client_is_refused(http, ingest, body):
+    assert (await http.post("/update_weights", json=body)).status_code == 422
     assert ingest.told == []
 
 
@@ -82,18 +80,11 @@ async def test_a_body_of_neither_client_is_refused(services, body):
         (CommitTimeout, 504),
     ],
 )
-async def test_only_what_a_repeat_may_cure_is_a_5xx(services, kind, status):
-    reply = await post(services, {"weight_dir": "/out/step_7"}, FolderIngest(kind("why")))
+async def test_only_what_a_repeat_may_cure_is_a_5xx(http, ingest, kind, status):
+    ingest.error = kind("why")
+    reply = await http.post("/update_weights", json={"weight_dir": "/out/step_7"})
     assert reply.status_code == status
     assert reply.json()["error"]["type"] == kind.__name__ and reply.json()["error"]["message"] == "why"
-
-
-class SlowIngest:
-    """Never ends."""
-
-    async def push_folder(self, *_: object) -> WeightStatus:
-        await asyncio.Event().wait()
-        raise AssertionError
 
 
 @pytest.mark.parametrize(
@@ -126,12 +117,11 @@ def test_the_number_that_a_folder_s_name_tells(folder, number):
         ("/out/step_7", "run-7/step-7", "run-7/step-7"),
     ],
 )
-async def test_a_version_is_labelled_by_its_folder(services, folder, label, told):
-    ingest = FolderIngest()
-    await update_from_folder(replace(services, ingest=ingest), folder, label=label, timeout_s=5.0)
+async def test_a_version_is_labelled_by_its_folder(services, ingest, folder, label, told):
+    await update_from_folder(services, folder, label=label, timeout_s=5.0)
     assert ingest.labels == [told] and ingest.told[0][1].timeout_s == 5.0
 
 
 async def test_the_wait_for_a_conversion_ends(services):
     with pytest.raises(CommitTimeout, match=r"still being read and converted after 0\.01 s"):
-        await update_from_folder(replace(services, ingest=SlowIngest()), "/out/step_7", timeout_s=0.01)
+        await update_from_folder(replace(services, ingest=Silent()), "/out/step_7", timeout_s=0.01)

@@ -1,6 +1,5 @@
 """vLLM's weight-transfer routes, as its clients know them, and the weight routes that only ask."""
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +11,13 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.base import MAX_VERSION
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
-from rollout_service.protocol.upload import LARGEST_PART_BYTES, TrainerRecipe
+from rollout_service.protocol.upload import LARGEST_PART_BYTES, Listener, TrainerRecipe
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
-from tests.unit.gateway.fakes import http_to
+from tests.unit.gateway.fakes import call_and_leave, http_to
 
 INIT = {"master_address": "10.0.0.1", "master_port": 51216, "rank_offset": 1, "world_size": 2, "packed": True}
+RECIPE = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a", "b"), experts=ExpertNaming())
 TENSORS = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
 
 
@@ -48,6 +48,10 @@ class Ingest:
         self._note(label)
         return WeightStatus(version=5, state="live")
 
+    async def listener(self, version: int, node_id: str | None) -> Listener:
+        self._note(version)
+        return Listener(url="http://ingest", key="k")
+
     async def shutdown_weight_transfer(self) -> None:
         self._note("shutdown")
 
@@ -56,6 +60,9 @@ class Ingest:
 
     async def weight_transfer(self) -> TransferStatus:
         return TransferStatus(backend="nccl", state="no group", error="the trainer has gone")
+
+    async def recipe(self) -> TrainerRecipe:
+        return RECIPE
 
     async def tensor_digests(self) -> TensorDigests:
         return TensorDigests(version=4, digests=self.digests)
@@ -78,9 +85,8 @@ def ingest() -> Ingest:
 
 
 @pytest.fixture
-async def http(services: Services, ingest: Ingest) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_to(replace(services, ingest=ingest)) as http:
-        yield http
+def services(services: Services, ingest: Ingest) -> Services:
+    return replace(services, ingest=ingest)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +170,7 @@ async def test_what_replicas_serve_is_told(http, ingest, serving, newest):
 
 
 async def test_running_requests_are_reset_where_caches_are_kept(services, ingest):
-    async with http_to(replace(services, ingest=ingest, keeps_kv_cache=True)) as http:
+    async with http_to(replace(services, keeps_kv_cache=True)) as http:
         assert (await http.post("/reset_prefix_cache")).status_code == 200
         assert ingest.asked == []
         assert (await http.post("/reset_prefix_cache?reset_running_requests=true")).status_code == 200
@@ -218,26 +224,27 @@ async def test_sglang_s_checker_refuses_by_name(http, action, options, problem):
     assert status == 400 and problem in reply["message"]
 
 
-RECIPE = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a", "b"), experts=ExpertNaming())
+async def test_the_recipe_is_no_version(http):
+    reply = await http.get("/v1/weights/recipe")
+    assert reply.status_code == 200
+    assert TrainerRecipe.model_validate_json(reply.content) == RECIPE
 
 
-class KnowsRecipe:
-    async def recipe(self) -> TrainerRecipe:
-        return RECIPE
+async def test_a_part_larger_than_any_is_refused_before_it_is_read(http, ingest):
+    size = {"Content-Length": str(LARGEST_PART_BYTES + 1)}
+    reply = await http.put("/v1/weights/1/parts/0", content=b"", headers=size)
+    assert reply.status_code == 413 and reply.json()["error"]["detail"] == {"limit_bytes": LARGEST_PART_BYTES}
+    assert ingest.asked == []
 
 
-async def test_the_recipe_is_no_version(services):
-    async with http_to(replace(services, ingest=KnowsRecipe())) as http:
-        reply = await http.get("/v1/weights/recipe")
-        assert reply.status_code == 200
-        assert TrainerRecipe.model_validate_json(reply.content) == RECIPE
+async def test_a_part_that_is_cut_off_is_malformed(services):
+    async def receive(transport_request: httpx.Request) -> httpx.Response:
+        await transport_request.aread()
+        raise AssertionError("the part arrived whole")
 
-
-async def test_a_part_larger_than_any_is_refused_before_it_is_read(services):
-    async with http_to(replace(services, ingest=None)) as http:  # it is asked for nothing
-        size = {"Content-Length": str(LARGEST_PART_BYTES + 1)}
-        reply = await http.put("/v1/weights/1/parts/0", content=b"", headers=size)
-        assert reply.status_code == 413 and reply.json()["error"]["detail"] == {"limit_bytes": LARGEST_PART_BYTES}
+    services = replace(services, http=httpx.AsyncClient(transport=httpx.MockTransport(receive)))
+    start, *_ = await call_and_leave(services, "PUT", "/v1/weights/1/parts/0", b"ab", at=None)
+    assert start["status"] == 400
 
 
 @pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 10**255])
