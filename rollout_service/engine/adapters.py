@@ -18,6 +18,7 @@ from typing import Protocol
 from rollout_service.errors import Asleep, InvalidManifest, LogCorrupt, NotFound, NotReady, TooEarly
 from rollout_service.protocol.adapters import AdapterVersion, HeldAdapter, WantedAdapter
 from rollout_service.runtime.rpc import IngestCalls
+from rollout_service.runtime.tasks import ChangeNotifier
 from rollout_service.store.adapters import ADAPTER_FILES, AdapterStore
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class ReplicaAdapters:
         self._unread: set[AdapterVersion] = set()
         """Versions whose files could not be read once. That is not reported yet: a caller would give them up."""
         self._wanted: tuple[AdapterVersion, ...] = ()
-        self._woken, self._moved = asyncio.Event(), asyncio.Condition()
+        self._woken, self._moved = asyncio.Event(), ChangeNotifier()
         self._next_number = 1
 
     def want(self, adapters: tuple[AdapterVersion, ...]) -> None:
@@ -129,13 +130,7 @@ class ReplicaAdapters:
 
     async def wait_for(self, wanted: WantedAdapter, timeout_s: float) -> bool:
         """Wait until a version that ``wanted`` accepts is held. Return False after ``timeout_s``."""
-        async with self._moved:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._moved.wait_for(lambda: self._find(wanted) is not None)
-            except TimeoutError:
-                return False
-        return True
+        return await self._moved.wait(lambda: self._find(wanted) is not None, timeout_s)
 
     @contextmanager
     def use(self, wanted: WantedAdapter | None) -> Iterator[LoadedAdapter | None]:
@@ -191,14 +186,23 @@ class ReplicaAdapters:
         self._unread.discard(adapter)
         self._held[adapter] = _Held(loaded, lock)
         logger.info("adapter %s is live after %.3f s", adapter, time.perf_counter() - started)
-        async with self._moved:
-            self._moved.notify_all()
+        await self._moved.notify()
 
     async def _files(self, adapter: AdapterVersion) -> int:
         """Check a version's files, after fetching them if necessary. Return the descriptor that locks them.
 
         Raises NotFound, NotReady, LogCorrupt, OSError.
         """
+        try:
+            return await self._checked_files(adapter)
+        except LogCorrupt as error:
+            if self._ingest is None:
+                raise
+            logger.warning("%s; it is fetched again", error)
+        await asyncio.to_thread(self._store.sweep, [each for each in self._wanted if each != adapter])
+        return await self._checked_files(adapter)
+
+    async def _checked_files(self, adapter: AdapterVersion) -> int:
         if self._ingest is not None and not self._store.folder(adapter).is_dir():
             files = {}
             for file in ADAPTER_FILES:

@@ -16,11 +16,10 @@ from rollout_service.engine.attention.choice import (
     attention_choice,
     attention_settings,
     has_latent_attention,
-    head_size,
 )
 from rollout_service.engine.cpu.processor import why_no_fp8_cache
 from rollout_service.engine.extra import INDUCTOR, with_extra
-from rollout_service.engine.hardware import Attention, Capability, linear_backend, require_fit
+from rollout_service.engine.hardware import Capability, linear_backend, require_fit
 from rollout_service.engine.kernels.graph_pass import replace_quantizing_operators
 from rollout_service.engine.plugin import (
     CPU_BF16,
@@ -61,11 +60,9 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
     engine = config.engine
     on_cpu = current_platform.is_cpu()
     if (capability := _capability()) is not None:
-        model = attention_settings(config.model.path)
-        attention = Attention(head_size(model), has_latent_attention(model))
-        require_fit(config, capability, attention)
+        require_fit(config, capability, attention_settings(config.model.path))
     refuse_batch_invariance(config, on_cpu, _has(config, *EXPERT_COUNTS))
-    owned = _named(
+    owned = dict[str, object](
         model=str(config.model.path),
         load_format="dummy",
         skip_tokenizer_init=not has_tokenizer,
@@ -128,10 +125,6 @@ def _adapters(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
         # without embeddings, output head and experts, whose adapters are refused
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in linears if ".experts." not in name}),
     }
-
-
-def _named(**arguments: object) -> dict[str, object]:
-    return arguments
 
 
 def not_converted(model: ServedModel, plan: QuantPlan) -> tuple[str, ...]:

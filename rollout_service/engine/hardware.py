@@ -9,10 +9,15 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 
 from rollout_service.config import ServiceConfig
+from rollout_service.engine.attention.choice import (
+    FLASH_ATTENTION_3,
+    AttentionSettings,
+    has_latent_attention,
+    head_size,
+)
 
 Capability = tuple[int, int]
 """CUDA's compute capability."""
@@ -30,8 +35,6 @@ FLASH_ATTENTION_FP8 = (9, 10)
 version 4."""
 FLASH_ATTENTION_4 = "nvidia-cutlass-dsl"
 """Package that compiles FlashAttention 4. ``requirements/gpu.txt`` does not include it."""
-FLASH_ATTENTION_3 = 9
-"""Major capability of the GPUs with FlashAttention 3: Hopper."""
 DEEP_GEMM = 9
 """Major capability of the GPUs whose updates were tried with DeepGEMM: Hopper."""
 DEEP_GEMM_NVCC = (12, 9)
@@ -40,30 +43,20 @@ FLASH_ATTENTION_HEAD = 512
 """Largest head size of FlashAttention 4. With only version 2 or 3, vLLM itself refuses sizes above 256."""
 
 
-@dataclass(frozen=True)
-class Attention:
-    """Properties of a model's attention that affect the choice of kernels."""
-
-    head_size: int | None = None
-    """The head size. None: unknown."""
-    latent: bool = False
-    """True for latent attention (MLA), for which vLLM chooses the kernel."""
-
-
 def why_unfit(
     config: ServiceConfig,
     capability: Capability,
-    attention: Attention = Attention(),
+    model: AttentionSettings | None = None,
     *,
     flash_attention_4: bool | None = None,
 ) -> tuple[str, str] | None:
     """Return the reason why no engine can start on this GPU, and the setting to change. None: an engine can start.
 
-    ``flash_attention_4``: True if its compiler is installed. None: check.
+    ``model``: None: unknown. ``flash_attention_4``: True if its compiler is installed. None: check.
     """
     if flash_attention_4 is None:
         flash_attention_4 = _is_installed(FLASH_ATTENTION_4)
-    reasons = (*_of_weights(config, capability), *_of_attention(config, capability, attention, flash_attention_4))
+    reasons = (*_of_weights(config, capability), *_of_attention(config, capability, model or {}, flash_attention_4))
     return next(iter(reasons), None)
 
 
@@ -92,9 +85,9 @@ def linear_backend(config: ServiceConfig, capability: Capability) -> str:
     return "auto" if fits and has_nvcc() else "cutlass"
 
 
-def require_fit(config: ServiceConfig, capability: Capability, attention: Attention) -> None:
+def require_fit(config: ServiceConfig, capability: Capability, model: AttentionSettings) -> None:
     """Raise ValueError with the result of ``why_unfit``, if any."""
-    unfit = why_unfit(config, capability, attention)
+    unfit = why_unfit(config, capability, model)
     if unfit is not None:
         why, advice = unfit
         raise ValueError(f"this GPU has compute capability {'.'.join(map(str, capability))}: {why}: set {advice}")
@@ -123,10 +116,10 @@ def _of_weights(config: ServiceConfig, capability: Capability) -> Iterator[tuple
 
 
 def _of_attention(
-    config: ServiceConfig, capability: Capability, attention: Attention, flash_attention_4: bool
+    config: ServiceConfig, capability: Capability, model: AttentionSettings, flash_attention_4: bool
 ) -> Iterator[tuple[str, str]]:
-    size, by_triton = attention.head_size, "engine.attention_backend: TRITON_ATTN"
-    if attention.latent or config.engine.attention_backend == "TRITON_ATTN":
+    size, by_triton = head_size(model), "engine.attention_backend: TRITON_ATTN"
+    if has_latent_attention(model) or config.engine.attention_backend == "TRITON_ATTN":
         return
     if config.engine.attention_backend == "group" and capability[0] != FLASH_ATTENTION_3:
         yield "engine.attention_backend is group, which needs FlashAttention 3, Hopper's", "it to auto"

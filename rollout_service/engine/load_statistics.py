@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -17,10 +17,6 @@ from rollout_service.compat.vllm_internals import (
 from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
 from rollout_service.metrics.process import count_kv_reads
 from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.metrics.loggers import MultiModalCacheStats
 
 KV_READS_PERIOD_S = 5.0
 """Seconds between queries of the workers' attention reads, if the backend reads a group's prompt once."""
@@ -36,7 +32,7 @@ QUEUE_FRESH_S = 10.0
 class SchedulerLog(StatLoggerBase):
     """A vLLM stat logger that keeps the statistics of the last step."""
 
-    def __init__(self, vllm_config: "VllmConfig | None" = None, engine_index: int = 0) -> None:
+    def __init__(self) -> None:
         self._stats, self._at = SchedulerStats(), -float("inf")
         self._dropped = 0
         """Number of preemptions by ``drop_cache`` that vLLM has not reported yet."""
@@ -53,11 +49,7 @@ class SchedulerLog(StatLoggerBase):
         self._dropped = self._stats.num_running_reqs
 
     def record(
-        self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: "MultiModalCacheStats | None" = None,
-        engine_idx: int = 0,
+        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, *_: Any, **__: Any
     ) -> None:
         """Store the statistics. vLLM calls this after each step."""
         if iteration_stats is not None:
@@ -114,13 +106,13 @@ class RayStats(RayPrometheusStatLogger):
         self,
         scheduler_stats: SchedulerStats | None,
         iteration_stats: IterationStats | None,
-        mm_cache_stats: "MultiModalCacheStats | None" = None,
-        engine_idx: int = 0,
+        *others: Any,
+        **named: Any,
     ) -> None:
         """Record the statistics. vLLM calls this after each step."""
         if iteration_stats is not None:
             iteration_stats = without_inter_token_latencies(iteration_stats)
-        super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+        super().record(scheduler_stats, iteration_stats, *others, **named)
 
 
 async def watch_kv_reads(

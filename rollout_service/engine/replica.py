@@ -19,7 +19,7 @@ from rollout_service.engine.handover import HandOver
 from rollout_service.engine.load_statistics import GatewayQueues, autoscaling_stats, watch_kv_reads
 from rollout_service.engine.plugin import register
 from rollout_service.engine.progress_reports import ProgressReports
-from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails, wait_for_free_gpus, wait_until_awake
+from rollout_service.engine.startup import StartupHeartbeat, report_failed_start, wait_for_free_gpus, wait_until_awake
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
 from rollout_service.fleet.autoscaling import BLOCKED
@@ -57,49 +57,49 @@ _TAKES_REQUESTS = ("ready", "syncing", "stale")
 class EngineReplica:
     """A Serve replica. Serve routes requests to it only after its constructor has loaded the newest version."""
 
-    @says_why_it_fails
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ServiceConfig, ingest: DeploymentHandle, monitor: DeploymentHandle, group: str | None
+        self, config: ServiceConfig, ingest: DeploymentHandle, monitor: DeploymentHandle, group: str | None = None
     ) -> None:
         """``group``: its group in ``scaling.groups``, whose version it serves. None: it follows the newest version."""
-        log_with_serve()
-        self._group = group
-        self._drain = Drain(config.scaling.drain_timeout_s)
-        self._drain.begin_on_sigterm()
-        register()
-        config = await asyncio.to_thread(with_model_here, config)
-        model = ServedModel.of(config.model)
-        self._config, self._ingest, self._monitor = config, ingest_client(ingest), monitor_client(monitor)
-        self._replica_id = serve.get_replica_context().replica_id.unique_id
-        self._routed, self._blocked = False, 0
-        self._admission = AdmissionLimit(config.engine.sequences_per_replica, config.sequences_per_gateway)
-        self._queues = GatewayQueues()
-        self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
-        weights, copies = await find_log(config.weights, self._ingest)
-        self._config = config.model_copy(update={"weights": weights})
-        poll_s = config.weights.poll_s
-        with StartupHeartbeat(self._replica_id, ingest, poll_s, group) as announcement:
-            if config.engine.enable_sleep_mode:
-                await wait_until_awake(self._ingest, poll_s)
-            share, devices = config.engine.gpu_memory_utilization, ray.get_runtime_context().get_accelerator_ids()
-            await wait_for_free_gpus(devices.get("GPU", []), share, announcement.waits_for, self._others_serve)
-            known = await until_answered(self._ingest.kv_cache_choice, poll_s)
-            choice = starting_choice(config.kv_cache.dtype, model, known)
-            if config.kv_cache.dtype == "auto" and (why := why_no_fp8_cache()) is not None:
-                choice = await without_fp8(self._ingest, choice, why, self._replica_id, poll_s)
-            if config.engine.enable_sleep_mode:
-                await announcement.take_memory(self._ingest)
-            try:
-                await self._start(model, choice, copies, announcement)
-            except KVCacheUnfit as unfit:
-                if config.kv_cache.dtype != "auto":
-                    raise
-                choice = await choose_bf16(self._ingest, unfit.message, str(unfit.detail["judged_by"]), poll_s)
-                await self._start(model, choice, copies, announcement)
-        self._watching = asyncio.create_task(self._hand_over.watch(self._engine))
-        if "group" in self._engine.attention_backends:
-            self._counting = asyncio.create_task(watch_kv_reads(self._engine.kv_reads))
-        self._drain.serves(self._end)
+        async with report_failed_start(ingest, group):
+            log_with_serve()
+            self._group = group
+            self._drain = Drain(config.scaling.drain_timeout_s)
+            self._drain.begin_on_sigterm()
+            register()
+            config = await asyncio.to_thread(with_model_here, config)
+            model = ServedModel.of(config.model)
+            self._config, self._ingest, self._monitor = config, ingest_client(ingest), monitor_client(monitor)
+            self._replica_id = serve.get_replica_context().replica_id.unique_id
+            self._routed, self._blocked = False, 0
+            self._admission = AdmissionLimit(config.engine.sequences_per_replica, config.sequences_per_gateway)
+            self._queues = GatewayQueues()
+            self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
+            weights, copies = await find_log(config.weights, self._ingest)
+            self._config = config.model_copy(update={"weights": weights})
+            poll_s = config.weights.poll_s
+            with StartupHeartbeat(self._replica_id, ingest, poll_s, group) as announcement:
+                if config.engine.enable_sleep_mode:
+                    await wait_until_awake(self._ingest, poll_s)
+                share, devices = config.engine.gpu_memory_utilization, ray.get_runtime_context().get_accelerator_ids()
+                await wait_for_free_gpus(devices.get("GPU", []), share, announcement.waits_for, self._others_serve)
+                known = await until_answered(self._ingest.kv_cache_choice, poll_s)
+                choice = starting_choice(config.kv_cache.dtype, model, known)
+                if config.kv_cache.dtype == "auto" and (why := why_no_fp8_cache()) is not None:
+                    choice = await without_fp8(self._ingest, choice, why, self._replica_id, poll_s)
+                if config.engine.enable_sleep_mode:
+                    await announcement.take_memory(self._ingest)
+                try:
+                    await self._start(model, choice, copies, announcement)
+                except KVCacheUnfit as unfit:
+                    if config.kv_cache.dtype != "auto":
+                        raise
+                    choice = await choose_bf16(self._ingest, unfit.message, str(unfit.detail["judged_by"]), poll_s)
+                    await self._start(model, choice, copies, announcement)
+            self._watching = asyncio.create_task(self._hand_over.watch(self._engine))
+            if "group" in self._engine.attention_backends:
+                self._counting = asyncio.create_task(watch_kv_reads(self._engine.kv_reads))
+            self._drain.serves(self._end)
 
     async def _start(
         self,

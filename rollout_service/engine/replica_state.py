@@ -188,7 +188,7 @@ class Pausing:
         if mode == "wait":
             self._start_drain(clear_cache)
             return
-        self._drop_drain()
+        self.stop_waiting()
         await self._engine.pause(mode, clear_cache)
 
     async def open(self) -> None:
@@ -200,32 +200,29 @@ class Pausing:
         if self._mode is None or waits or self.drains():
             await self._apply()
 
-    def stop(self) -> None:
+    def stop_waiting(self) -> None:
         """Cancel the wait for running rollouts."""
-        self._drop_drain()
+        drain, self._drain = self._drain, None
+        if drain is not None:
+            drain.cancel()
 
     async def _apply(self) -> None:
         if self._mode == "wait":
             self._start_drain(self._clears)
         elif self._mode is not None:
-            self._drop_drain()
+            self.stop_waiting()
             await self._engine.pause(self._mode, self._clears)
         elif not self._for_version and not self.asleep:
-            self._drop_drain()
+            self.stop_waiting()
             await self._engine.resume()
 
     def _start_drain(self, clear_cache: bool) -> None:
         if self.drains():
             if self._drain_clears or not clear_cache:
                 return
-            self._drop_drain()
+            self.stop_waiting()
         self._drain, self._drain_clears = asyncio.create_task(self._engine.pause("wait", clear_cache)), clear_cache
         self._drain.add_done_callback(lambda _: self._drained())
-
-    def _drop_drain(self) -> None:
-        drain, self._drain = self._drain, None
-        if drain is not None:
-            drain.cancel()
 
 
 class ServedLabels:

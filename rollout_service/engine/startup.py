@@ -1,18 +1,17 @@
 """A replica's start: heartbeats before its engine exists, the wait for free GPU memory, and the reason of a failure."""
 
 import asyncio
-import functools
 import itertools
 import logging
 import subprocess
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Self, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Self
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from rollout_service.config import ServiceConfig
 from rollout_service.engine.processes import collected_errors, reason_of
 from rollout_service.errors import RolloutServiceError
 from rollout_service.gpu import nvidia_smi
@@ -30,45 +29,31 @@ POLL_S = 5.0
 _ALONE_S = 15.0
 """Minimum wait in seconds if no other replica serves. An engine that has just ended frees its memory earlier."""
 
-_Replica = TypeVar("_Replica")
-Constructor = Callable[[_Replica, ServiceConfig, DeploymentHandle, DeploymentHandle, str | None], Awaitable[None]]
 
-
-def says_why_it_fails(init: Constructor[_Replica]) -> Constructor[_Replica]:
-    """Decorate an engine replica's constructor. Its arguments are the configuration, the handles of the ingest and the
-    monitor, and its group.
+@asynccontextmanager
+async def report_failed_start(ingest: DeploymentHandle, group: str | None) -> AsyncIterator[None]:
+    """Surround an engine replica's start. ``group``: the replica's.
 
     A failure is logged where ``serve run`` shows it, with the errors of vLLM's own processes, and reported to the
     ingest. It is raised again with the same note for Serve's status.
     """
-
-    @functools.wraps(init)
-    async def constructor(
-        self: _Replica,
-        config: ServiceConfig,
-        ingest: DeploymentHandle,
-        monitor: DeploymentHandle,
-        group: str | None = None,
-    ) -> None:
-        with collected_errors() as errors:
+    with collected_errors() as errors:
+        try:
+            yield
+        except Exception as error:
+            reason = reason_of(error)
+            if root := next(iter(errors()), None):
+                reason = f"{root} ({reason})"
+                error.add_note(root)
+            replica_id = serve.get_replica_context().replica_id.unique_id
+            logger.error("engine replica %s could not start: %s", replica_id, reason)
+            status = _status(replica_id, group, "failed", reason)
             try:
-                await init(self, config, ingest, monitor, group)
-            except Exception as error:
-                reason = reason_of(error)
-                if root := next(iter(errors()), None):
-                    reason = f"{root} ({reason})"
-                    error.add_note(root)
-                replica_id = serve.get_replica_context().replica_id.unique_id
-                logger.error("engine replica %s could not start: %s", replica_id, reason)
-                status = _status(replica_id, group, "failed", reason)
-                try:
-                    async with asyncio.timeout(_LAST_WORD_S):
-                        await ingest_client(ingest).report(status)
-                except (RolloutServiceError, TimeoutError) as unsaid:  # only Serve's status has the reason then
-                    logger.warning("could not tell the ingest why this replica did not start: %s", unsaid)
-                raise
-
-    return constructor
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await ingest_client(ingest).report(status)
+            except (RolloutServiceError, TimeoutError) as unsaid:  # only Serve's status has the reason then
+                logger.warning("could not tell the ingest why this replica did not start: %s", unsaid)
+            raise
 
 
 def _status(replica_id: str, group: str | None, state: ReplicaState, error: str | None) -> ReplicaStatus:

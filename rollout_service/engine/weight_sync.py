@@ -41,6 +41,7 @@ from rollout_service.protocol.fleet import (
 )
 from rollout_service.protocol.weight_log import DesiredState, Head, Origin
 from rollout_service.runtime.rpc import IngestCalls, MonitorCalls, until_answered
+from rollout_service.runtime.tasks import ChangeNotifier
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.node_cache import NodeCache
 
@@ -100,7 +101,7 @@ class WeightSync:
         find_pin = None if group is None else functools.partial(ingest.pinned, group)
         self._log = FollowedLog(config.root_here(), copies, fingerprint, find_pin)
         self._life = ReplicaLife()
-        self._woken, self._moved = asyncio.Event(), asyncio.Condition()
+        self._woken, self._moved = asyncio.Event(), ChangeNotifier()
         self.pausing = Pausing(engine, self._woken.set)
         self._tasks: list[asyncio.Task[None]] = []
         self._desired: DesiredState | None = None
@@ -212,12 +213,8 @@ class WeightSync:
                 newest = self._log.newest().version
                 if newest == version or (newest > version and not exact):
                     return True
-        async with self._moved:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._moved.wait_for(lambda: self.version is not None and self.version >= version)
-            except TimeoutError:
-                return False
+        if not await self._moved.wait(lambda: self.version is not None and self.version >= version, timeout_s):
+            return False
         return self.version == version or not exact
 
     async def caught_up(self) -> None:
@@ -254,7 +251,7 @@ class WeightSync:
         """Stop following the log."""
         for task in self._tasks:
             task.cancel()
-        self.pausing.stop()
+        self.pausing.stop_waiting()
 
     async def leave(self) -> None:
         """Stop following the log, and tell the ingest that this replica ends."""
@@ -372,9 +369,8 @@ class WeightSync:
         self._life.closed = False
         await self.pausing.open()
         update = UpdateTimings(stage_s=stage_s, closed_s=time.perf_counter() - closed, load_s=load_s)
-        async with self._moved:
-            self._life.updated(head, update)
-            self._moved.notify_all()
+        self._life.updated(head, update)
+        await self._moved.notify()
         count_update(update, folder)
         self._log.release_all_but(head.version)
         told = {"weight_version": head.version}

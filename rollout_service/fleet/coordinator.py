@@ -99,9 +99,7 @@ class FleetCoordinator:
 
     async def follow_adapters(self) -> None:
         """Have replicas hold the adapter versions that are committed now."""
-        if self._head is not None:
-            self.follow(self._head)
-        await self._changes.notify()
+        await self._announce()
 
     def require_followed(self) -> None:
         """Raise LogCorrupt if the log was replaced, or replicas follow another log, so that a commit would have no
@@ -376,9 +374,7 @@ class FleetCoordinator:
                 if control != known:
                     await asyncio.to_thread(self._require_may_go_on, known, control, error)
             self._control = control
-            if self._head is not None:
-                self.follow(self._head)
-            await self._changes.notify()
+            await self._announce()
         return control.order
 
     def _require_may_go_on(self, known: Control, control: Control, error: OSError) -> None:
@@ -404,6 +400,10 @@ class FleetCoordinator:
 
     async def _pause_briefly(self, order: str | None) -> None:
         self._brief_pause = order
+        await self._announce()
+
+    async def _announce(self) -> None:
+        """Renew the desired state, and notify replicas."""
         if self._head is not None:
             self.follow(self._head)
         await self._changes.notify()

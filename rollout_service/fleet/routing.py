@@ -136,7 +136,8 @@ class RolloutRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return one replica in each rank: within a rank Serve would count requests, not sequences."""
-        call = _call(pending_request)
+        argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        call: GenerateCall | None = argument if hasattr(argument, "sampling") else None  # None: another method's
         session = getattr(call, "session_id", None)
         self._ledger.origin = getattr(call, "origin", self._ledger.origin)
         adapter = None if call is None else call.adapter
@@ -155,7 +156,8 @@ class RolloutRouter(RequestRouter):
             call_id = call.origin, call.number
             self._ledger.choose(call_id, order[0], call.sampling.n, session, time.monotonic(), begins)
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        if (meant := _meant(pending_request)) in by_id:
+        # a ``ProgressAsk`` names its replica; if that one has left, any may answer
+        if (meant := str(getattr(argument, "replica_id", ""))) in by_id:
             order = [meant]
         return [[by_id[replica_id]] for replica_id in order]
 
@@ -192,16 +194,3 @@ class RolloutRouter(RequestRouter):
             has_adapter=adapter is None or held is None or adapter.accepts(held.get(adapter.name, -1)),
             is_full=load >= self._limit and self._ledger.own(replica_id) >= self._share,
         )
-
-
-def _meant(pending_request: PendingRequest | None) -> str:
-    """Return the replica to which a ``ProgressAsk`` is addressed, else an empty string. If it has left, any may
-    answer."""
-    argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
-    return str(getattr(argument, "replica_id", ""))
-
-
-def _call(pending_request: PendingRequest | None) -> "GenerateCall | None":
-    """Return the ``GenerateCall`` of a pending request; None for calls of other methods."""
-    argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
-    return argument if hasattr(argument, "sampling") else None

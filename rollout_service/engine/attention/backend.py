@@ -25,7 +25,12 @@ from rollout_service.compat.vllm_attention import (
     qkv_scales,
 )
 from rollout_service.engine.attention import fp8_decode
-from rollout_service.engine.attention.choice import HEAD_SIZES, MIN_SHARED_TOKENS, QUERIES_PER_KV_HEAD
+from rollout_service.engine.attention.choice import (
+    FLASH_ATTENTION_3,
+    HEAD_SIZES,
+    MIN_SHARED_TOKENS,
+    QUERIES_PER_KV_HEAD,
+)
 from rollout_service.engine.attention.decoding import (
     FlashAttend,
     chunk_sequences,
@@ -34,7 +39,6 @@ from rollout_service.engine.attention.decoding import (
     splits,
 )
 from rollout_service.engine.attention.grouping import Entries, Grouped, Grouping, KVReads
-from rollout_service.engine.hardware import FLASH_ATTENTION_3
 
 FLASH_ATTENTION = 3
 """The FlashAttention version for which decoding several rows per entry was measured."""

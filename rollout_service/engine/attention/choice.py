@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.hardware import FLASH_ATTENTION_3
 
+FLASH_ATTENTION_3 = 9
+"""Major compute capability of the GPUs with FlashAttention 3: Hopper."""
 GROUP = "CUSTOM"
 """vLLM's name for a backend registered by a plug-in."""
 SHOWN = {GROUP: "group"}

@@ -24,8 +24,8 @@ from rollout_service.compat.vllm_internals import (
     set_weight_attrs,
 )
 from rollout_service.engine.cpu.linear import THROUGH_CODES, ThroughCodes, through_fp8_groups
-from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
-from rollout_service.quant.formats import WeightFormat
+from rollout_service.quant.blockwise import BLOCK
+from rollout_service.quant.formats import FP8_BLOCK, WeightFormat
 
 # without BF16 instructions, vLLM's own CPU kernels truncate BF16 results instead of rounding them
 _ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -36,22 +36,24 @@ _ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class CpuExperts(FusedMoEMethodBase):
-    """Computes with decoded weights. A subclass decodes them at every load of the layer, so that they always have the
-    version of the codes, which stay unchanged."""
+    """Computes with decoded weights. They are decoded at every load of the layer, so that they always have the version
+    of the codes, which stay unchanged."""
 
+    form: WeightFormat
     w13: torch.Tensor
     """fp32 [E, 2·I, H]."""
     w2: torch.Tensor
     """fp32 [E, H, I]."""
     through_codes: ThroughCodes
 
-    def __init__(self, layer: RoutedExperts, codes: str, refused: dict[str, bool] | None = None) -> None:
+    def __init__(self, layer: RoutedExperts, form: WeightFormat, refused: dict[str, bool] | None = None) -> None:
         """Create the method. Raises ValueError for unsupported experts.
 
-        ``codes``: FP8 or INT8. ``refused``: names of further properties, each with True if the experts have it.
+        ``refused``: names of further properties, each with True if the experts have it.
         """
         # not super(): Fp8MoEMethod's would look for a backend, and find none on a CPU without AMX
         FusedMoEMethodBase.__init__(self, layer.moe_config)
+        self.form = form
         unsupported = {
             **(refused or {}),
             f"activation {layer.activation.value}": layer.activation not in _ACTIVATIONS,
@@ -60,6 +62,7 @@ class CpuExperts(FusedMoEMethodBase):
             "router weights on the input": layer.apply_router_weight_on_input,
         }
         if found := [what for what, present in unsupported.items() if present]:
+            codes = "FP8" if form.dtype.is_floating_point else "INT8"
             raise ValueError(
                 f"{layer.layer_name}: experts with {', '.join(found)} are not computed in {codes} on the CPU: serve "
                 "the model on a GPU, or leave its experts in BF16 through quant.skip"
@@ -68,6 +71,12 @@ class CpuExperts(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
         """Return an empty configuration: vLLM's own kernels are not used."""
         return FusedMoEQuantConfig.make()
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Decode w13 to fp32 [E, 2·I, H] and w2 to fp32 [E, H, I]."""
+        suffix = self.form.scale_suffix
+        self.w13 = self.form.dequantize(layer.w13_weight.data, getattr(layer, f"w13_weight{suffix}").data)
+        self.w2 = self.form.dequantize(layer.w2_weight.data, getattr(layer, f"w2_weight{suffix}").data)
 
     def apply(
         self,
@@ -102,25 +111,20 @@ class CpuBlockMoEMethod(CpuExperts, Fp8MoEMethod):
 
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts) -> None:
         block = quant_config.weight_block_size
-        CpuExperts.__init__(self, layer, "FP8", {f"weight blocks {block}": block != [BLOCK, BLOCK]})
+        CpuExperts.__init__(self, layer, FP8_BLOCK, {f"weight blocks {block}": block != [BLOCK, BLOCK]})
         self.quant_config = quant_config
         self.weight_block_size = self.moe_block_shape = quant_config.weight_block_size
         self.block_quant, self.weight_scale_name = True, "weight_scale_inv"
         self.weight_scale_refine = None
         self.through_codes = through_fp8_groups()
 
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Decode w13 to fp32 [E, 2·I, H] and w2 to fp32 [E, H, I]."""
-        self.w13 = dequantize_blockwise(layer.w13_weight.data, layer.w13_weight_scale_inv.data)
-        self.w2 = dequantize_blockwise(layer.w2_weight.data, layer.w2_weight_scale_inv.data)
-
 
 class CpuChannelMoEMethod(CpuExperts):
     """FP8 or INT8 weights with one scale per output channel, inputs with one per token."""
 
     def __init__(self, form: WeightFormat, layer: RoutedExperts) -> None:
-        CpuExperts.__init__(self, layer, "FP8" if form.dtype.is_floating_point else "INT8")
-        self.form, self.through_codes = form, THROUGH_CODES[form.name]
+        CpuExperts.__init__(self, layer, form)
+        self.through_codes = THROUGH_CODES[form.name]
 
     def create_weights(
         self,
@@ -144,11 +148,6 @@ class CpuChannelMoEMethod(CpuExperts):
             set_weight_attrs(scales, extra_weight_attrs | by_channel)
             layer.register_parameter(f"{name}_weight", codes)
             layer.register_parameter(f"{name}_weight_scale", scales)
-
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Decode w13 to fp32 [E, 2·I, H] and w2 to fp32 [E, H, I]."""
-        self.w13 = self.form.dequantize(layer.w13_weight.data, layer.w13_weight_scale.data)
-        self.w2 = self.form.dequantize(layer.w2_weight.data, layer.w2_weight_scale.data)
 
 
 class CpuMoEMethod(UnquantizedFusedMoEMethod):

@@ -26,8 +26,8 @@ from rollout_service.compat.vllm_internals import (
     validate_fp8_block_shape,
 )
 from rollout_service.protocol.tensors import WeightFormatName
-from rollout_service.quant.blockwise import BLOCK, E4M3_MAX, dequantize_blockwise
-from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, INT8_MAX, WeightFormat
+from rollout_service.quant.blockwise import BLOCK, E4M3_MAX
+from rollout_service.quant.formats import FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL, INT8_MAX, WeightFormat
 
 ThroughCodes = Callable[[torch.Tensor], torch.Tensor]
 """Rounds an input [M, K] as a kernel does: codes times scales, fp32."""
@@ -75,13 +75,19 @@ THROUGH_CODES: dict[WeightFormatName, ThroughCodes] = {INT8_CHANNEL.name: throug
 class CpuLinearMethod(LinearMethodBase):
     """Computes ``y = x_rounded @ (codes · scales)ᵀ + bias`` in fp32, rounded once. There is one instance per layer.
 
-    A subclass decodes the weight at every load of the layer, because decoding FP8 takes 30 times longer than the
-    product. The loaded codes and scales stay unchanged.
+    The weight is decoded at every load of the layer, because decoding FP8 takes 30 times longer than the product. The
+    loaded codes and scales stay unchanged.
     """
 
+    form: WeightFormat
     weight: torch.Tensor
     """fp32 [N, K]."""
     through_codes: ThroughCodes
+
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
+        """Decode the layer's weight to fp32 [N, K]."""
+        scales = getattr(layer, f"weight{self.form.scale_suffix}")
+        self.weight = self.form.dequantize(layer.weight.data, scales.data)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return [..., N] in the dtype of ``x`` [..., K]."""
@@ -102,7 +108,7 @@ class CpuBlockLinearMethod(CpuLinearMethod, Fp8LinearMethod):
         Fp8LinearMethod.__init__(self, quant_config)
         if self.weight_block_size != [BLOCK, BLOCK]:
             raise ValueError(f"weight blocks must be {BLOCK}×{BLOCK}, not {self.weight_block_size}")
-        self.through_codes = through_fp8_groups()
+        self.form, self.through_codes = FP8_BLOCK, through_fp8_groups()
 
     def create_weights(
         self,
@@ -134,10 +140,6 @@ class CpuBlockLinearMethod(CpuLinearMethod, Fp8LinearMethod):
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale_inv", scales)
 
-    def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Decode the layer's weight to fp32 [N, K]."""
-        self.weight = dequantize_blockwise(layer.weight.data, layer.weight_scale_inv.data)
-
 
 @register_weight_loader_v2_supported_method
 class CpuChannelLinearMethod(CpuLinearMethod):
@@ -166,7 +168,3 @@ class CpuChannelLinearMethod(CpuLinearMethod):
         layer.logical_widths = output_partition_sizes
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale", scales)
-
-    def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Decode the layer's weight to fp32 [N, K]."""
-        self.weight = self.form.dequantize(layer.weight.data, layer.weight_scale.data)

@@ -1,6 +1,6 @@
 """A ``WeightSync`` between a real log on disk and a small engine and ingest in this process."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -46,9 +46,18 @@ async def follower(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> As
 
 
 @pytest.fixture
-async def weight_sync(follower: Callable[..., WeightSync], engine: FakeEngine) -> WeightSync:
-    """Started: it serves version 0 and follows."""
-    weight_sync = follower()
-    await weight_sync.start()
-    engine.calls.clear()
-    return weight_sync
+def started(follower: Callable[..., WeightSync], engine: FakeEngine) -> Callable[..., Awaitable[WeightSync]]:
+    """Makes a follower and starts it: it serves version 0 and follows."""
+
+    async def start(**parts: object) -> WeightSync:
+        weight_sync = follower(**parts)
+        await weight_sync.start()
+        engine.calls.clear()
+        return weight_sync
+
+    return start
+
+
+@pytest.fixture
+async def weight_sync(started: Callable[..., Awaitable[WeightSync]]) -> WeightSync:
+    return await started()

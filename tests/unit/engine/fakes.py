@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, MemoryTaken, NotReady
@@ -26,6 +27,10 @@ class Gate:
 
     def close(self) -> None:
         self._open.clear()
+        self.reached.clear()
+
+    async def until_reached(self) -> None:
+        await asyncio.wait_for(self.reached.wait(), LONG_S)
 
     def open(self) -> None:
         self._open.set()
@@ -51,6 +56,17 @@ class FakeEngine:
         self.staged: list[int] = []
         """Versions that were begun to be read, each time."""
         self.before_reading: Callable[[int], None] = lambda version: None
+
+    def new_calls(self) -> list[str]:
+        """The calls since the last time."""
+        calls = list(self.calls)
+        self.calls.clear()
+        return calls
+
+    @property
+    def loads(self) -> list[str]:
+        """The loads among the calls."""
+        return [call for call in self.calls if call.startswith("load")]
 
     async def abort(self) -> None:
         self.calls.append("abort")
@@ -126,6 +142,11 @@ class FakeIngest:
         self._desired = self._desired.model_copy(update=order | changes)
         await self._notify()
 
+    async def order(self, name: str, **changes: object) -> ReplicaStatus:
+        """The first report of a replica that has obeyed these changes, which are an order of this name."""
+        await self.change(order=name, **changes)
+        return await self.reported(lambda status: status.obeyed == name)
+
     async def reported(self, reached: Callable[[ReplicaStatus], bool]) -> ReplicaStatus:
         """The first report, from the last one on, that is as asked."""
         async with asyncio.timeout(30), self._changed:
@@ -172,17 +193,22 @@ class FakeIngest:
             self._changed.notify_all()
 
 
-async def push(log: WeightLog, ingest: FakeIngest, version: int) -> None:
-    commit(log, version)
+async def push(log: WeightLog, ingest: FakeIngest, version: int, **kind: Any) -> None:
+    commit(log, version, **kind)
     await ingest.change(version=version)
+
+
+async def push_until_served(weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, version: int) -> None:
+    """Push a version; returns once it is served."""
+    await push(log, ingest, version)
+    await serving(weight_sync, ingest, version)
 
 
 async def push_and_hold(log: WeightLog, ingest: FakeIngest, engine: FakeEngine, version: int) -> None:
     """Push a version; returns while the engine loads it, which it does until ``engine.loading.open()``."""
     engine.loading.close()
-    engine.loading.reached.clear()
     await push(log, ingest, version)
-    await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+    await engine.loading.until_reached()
 
 
 async def serving(weight_sync: WeightSync, ingest: FakeIngest, version: int) -> None:

@@ -15,9 +15,10 @@ from rollout_service.engine.admission import (
     SessionTurn,
 )
 from rollout_service.errors import KVCacheFull, Overloaded
-from rollout_service.protocol.rollout import Completion, Span
+from rollout_service.protocol.rollout import FinishReason
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from tests.support.clock import Clock
+from tests.unit.fleet.completions import completion_of
 
 CAPACITY = 1000
 
@@ -46,12 +47,6 @@ def test_a_gateway_has_its_share_of_a_replica_that_another_one_fills():
     assert limit.by_origin() == {} and limit.running == 0
 
 
-def completion(tokens: int, finish_reason: str = "stop") -> Completion:
-    spans = (Span(version=1, start=0, end=tokens),) if tokens else ()
-    made = {"token_ids": (1,) * tokens, "logprobs": (-1.0,) * tokens, "spans": spans}
-    return Completion(index=0, finish_reason=finish_reason, **made)
-
-
 class Replica:
     """An admission with a clock, and the turns that a test begins and ends."""
 
@@ -72,10 +67,10 @@ class Replica:
         admitted = self.admission.admit(call)
         self._running[session] = admitted, admitted.__enter__()
 
-    def end(self, session: str | None, tokens: int = 0, cached: int = 0, finish_reason: str = "stop") -> None:
+    def end(self, session: str | None, tokens: int = 0, cached: int = 0, end: FinishReason = "stop") -> None:
         admitted, turn = self._running.pop(session)
         turn.note_cached(cached)
-        turn.end([completion(tokens, finish_reason)])
+        turn.end([completion_of((1,) * tokens, end=end)])
         admitted.__exit__(None, None, None)
 
     def turn(self, session: str | None, prompt: int, tokens: int = 0, cached: int = 0) -> None:
@@ -203,7 +198,7 @@ def test_calls_without_a_session_are_not_refused_but_count():
 def test_rest_of_an_aborted_turn_is_no_return():
     replica = Replica()
     replica.begin("a", 10)
-    replica.end("a", 5, finish_reason="abort")
+    replica.end("a", 5, end="abort")
     replica.begin("a", 15, partial_tokens=5)
     replica.end("a", 5)
     replica.begin("b", 900)

@@ -8,7 +8,6 @@ from rollout_service.config import ServiceConfig
 from rollout_service.engine import hardware
 from rollout_service.engine.hardware import (
     FLASH_ATTENTION_4,
-    Attention,
     has_nvcc,
     linear_backend,
     require_fit,
@@ -44,7 +43,7 @@ def config(**sections: dict[str, Any]) -> ServiceConfig:
     ],
 )
 def test_a_gpu_that_has_what_is_asked_for_is_fit(capability, sections):
-    assert why_unfit(config(**sections), capability, Attention(head_size=128), flash_attention_4=True) is None
+    assert why_unfit(config(**sections), capability, {"head_dim": 128}, flash_attention_4=True) is None
 
 
 @pytest.mark.parametrize(
@@ -68,20 +67,20 @@ def test_a_gpu_that_lacks_something_is_told_apart(capability, sections, why, adv
     assert unfit is not None and why in unfit[0] and advice in unfit[1]
     number = ".".join(map(str, capability))
     with pytest.raises(ValueError, match=f"this GPU has compute capability {number}: .*{why}.*: set "):
-        require_fit(config(**sections), capability, Attention())
+        require_fit(config(**sections), capability, {})
 
 
 def test_heads_and_compilers_that_flash_attention_lacks_need_triton_but_not_latent_attention():
-    for capability, attention, flash_attention_4, why in [
-        ((9, 0), Attention(head_size=100), None, "the model's have 100"),
-        ((9, 0), Attention(head_size=1024), None, "the model's have 1024"),
-        ((10, 0), Attention(), False, FLASH_ATTENTION_4),
+    for capability, model, flash_attention_4, why in [
+        ((9, 0), {"head_dim": 100}, None, "the model's have 100"),
+        ((9, 0), {"head_dim": 1024}, None, "the model's have 1024"),
+        ((10, 0), {}, False, FLASH_ATTENTION_4),
     ]:
-        unfit = why_unfit(config(), capability, attention, flash_attention_4=flash_attention_4)
+        unfit = why_unfit(config(), capability, model, flash_attention_4=flash_attention_4)
         assert unfit is not None and why in unfit[0] and "TRITON_ATTN" in unfit[1]
-        assert why_unfit(config(**BY_TRITON), capability, attention, flash_attention_4=flash_attention_4) is None
+        assert why_unfit(config(**BY_TRITON), capability, model, flash_attention_4=flash_attention_4) is None
     assert why_unfit(config(), (9, 0), flash_attention_4=False) is None
-    assert why_unfit(config(), (12, 0), Attention(head_size=100, latent=True)) is None
+    assert why_unfit(config(), (12, 0), {"head_dim": 100, "kv_lora_rank": 512}) is None
 
 
 @pytest.mark.parametrize(

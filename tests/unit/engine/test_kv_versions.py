@@ -11,14 +11,13 @@ from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, is_too_old
 from rollout_service.engine import kv_versions
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.kv_versions import KVVersions
-from rollout_service.protocol.rollout import Completion, Span
+from rollout_service.protocol.rollout import Completion
+from tests.unit.fleet.completions import completion_of
 
 
 def sampled(*versions: int) -> Completion:
     """A completion with one token of each version."""
-    spans = tuple(Span(version=version, start=at, end=at + 1) for at, version in enumerate(versions))
-    tokens = tuple(range(len(versions)))
-    return Completion(index=0, token_ids=tokens, logprobs=(-1.0,) * len(tokens), finish_reason="length", spans=spans)
+    return completion_of(range(len(versions)), *((version, 1) for version in versions), end="length")
 
 
 def kv_from(kv: KVVersions, name: str, *versions: int) -> list[int | None]:

@@ -6,7 +6,7 @@ import pytest
 
 from rollout_service.errors import EngineFailed
 from rollout_service.store.log import WeightLog
-from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, serving
+from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
 
@@ -18,40 +18,39 @@ def running(engine: FakeEngine) -> FakeEngine:
 
 
 async def pause(ingest: FakeIngest, mode: str, order: str) -> None:
+    """Order a pause, which is not waited for."""
     await ingest.change(paused=True, pause_mode=mode, order=order)
+
+
+async def pause_that_waits(engine: FakeEngine, ingest: FakeIngest, order: str = "first") -> None:
+    await pause(ingest, "wait", order)
+    await drains(engine)
 
 
 async def drains(engine: FakeEngine) -> None:
     """The engine waits for its rollout."""
-    await asyncio.wait_for(engine.draining.reached.wait(), LONG_S)
+    await engine.draining.until_reached()
     engine.draining.reached.clear()
 
 
 class TestWaitingPause:
     async def test_a_resume_cancels_a_waiting_pause_and_is_then_obeyed(self, weight_sync, running, ingest):
-        await pause(ingest, "wait", "first")
-        await drains(running)
+        await pause_that_waits(running, ingest)
         assert (weight_sync.status().paused, weight_sync.status().obeyed) == (False, "")
-        await ingest.change(paused=False, order="second")
-        assert not (await ingest.reported(lambda s: s.obeyed == "second")).paused
+        assert not (await ingest.order("second", paused=False)).paused
         assert running.calls == ["pause wait", "resume"]
         running.draining.open()
-        await pause(ingest, "wait", "third")
-        assert (await ingest.reported(lambda s: s.obeyed == "third")).paused
+        assert (await ingest.order("third", paused=True, pause_mode="wait")).paused
 
     @pytest.mark.parametrize("mode", ["abort", "keep"])
     async def test_another_mode_takes_a_waiting_pause_over(self, weight_sync, running, ingest, mode):
-        await pause(ingest, "wait", "first")
-        await drains(running)
-        await pause(ingest, mode, "second")
-        assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
+        await pause_that_waits(running, ingest)
+        assert (await ingest.order("second", paused=True, pause_mode=mode)).paused
         assert running.calls == ["pause wait", f"pause {mode}"]
 
     async def test_a_pause_changed_from_keep_to_wait_waits_for_what_runs(self, weight_sync, running, ingest):
-        await pause(ingest, "keep", "first")
-        await ingest.reported(lambda s: s.obeyed == "first")
-        await pause(ingest, "wait", "second")
-        await drains(running)
+        await ingest.order("first", paused=True, pause_mode="keep")
+        await pause_that_waits(running, ingest, "second")
         assert not weight_sync.status().paused
         running.draining.open()
         assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
@@ -59,15 +58,13 @@ class TestWaitingPause:
     @pytest.mark.parametrize("mode", ["keep", "wait"])
     async def test_pause_drops_the_cache_only_if_asked(self, weight_sync, engine, ingest, mode):
         for order, clear_cache in {"keeps": False, "again": False, "drops": True, "after": False}.items():
-            await ingest.change(paused=True, pause_mode=mode, order=order, clear_cache=clear_cache)
-            await ingest.reported(lambda s, order=order: s.obeyed == order)
+            await ingest.order(order, paused=True, pause_mode=mode, clear_cache=clear_cache)
         assert engine.calls == [f"pause {mode} and keep the cache", f"pause {mode}"]
 
     async def test_version_drops_what_a_waiting_pause_keeps(self, weight_sync, running, ingest, log):
         await ingest.change(paused=True, pause_mode="wait", order="first", clear_cache=False)
         await drains(running)
-        commit(log, 1, mode="wait")
-        await ingest.change(version=1)
+        await push(log, ingest, 1, mode="wait")
         await drains(running)
         running.draining.open()
         await serving(weight_sync, ingest, 1)
@@ -97,8 +94,7 @@ class TestAborts:
             "again": {"paused": True, "pause_mode": "abort", "on_abort": "return"},
             "holds": {"paused": True, "pause_mode": "keep", "on_abort": "return"},
         }.items():
-            await ingest.change(order=order, **change)
-            await ingest.reported(lambda s, order=order: s.obeyed == order)
+            await ingest.order(order, **change)
             counts.append(weight_sync.pausing.returns)
         assert counts == [0, 0, 1, 1, 1]
 
@@ -113,14 +109,11 @@ class TestAborts:
 
 async def test_pauses_and_aborts_are_obeyed_while_a_version_is_read(weight_sync, log, engine, ingest):
     engine.reading.close()
-    engine.reading.reached.clear()
-    commit(log, 1)
-    await ingest.change(version=1)
-    await asyncio.wait_for(engine.reading.reached.wait(), LONG_S)
+    await push(log, ingest, 1)
+    await engine.reading.until_reached()
     await ingest.change(abort=7)
     await ingest.reported(lambda s: s.aborted == 7)
-    await pause(ingest, "abort", "first")
-    await ingest.reported(lambda s: s.obeyed == "first")
+    await ingest.order("first", paused=True, pause_mode="abort")
     await ingest.change(abort=8)  # which leaves it paused
     assert (await ingest.reported(lambda s: s.aborted == 8)).paused
     assert engine.calls == ["abort", "pause abort", "abort"] and weight_sync.version == 0
@@ -131,10 +124,8 @@ async def test_pauses_and_aborts_are_obeyed_while_a_version_is_read(weight_sync,
 
 class TestVersionDuringAPause:
     async def test_a_version_with_mode_keep_loads_while_a_pause_waits_on(self, weight_sync, log, running, ingest):
-        await pause(ingest, "wait", "first")
-        await drains(running)
-        commit(log, 1, mode="keep")
-        await ingest.change(version=1)
+        await pause_that_waits(running, ingest)
+        await push(log, ingest, 1, mode="keep")
         await serving(weight_sync, ingest, 1)
         await drains(running)
         assert running.calls == ["pause wait", "pause keep", "load 1", "pause wait"]
@@ -144,19 +135,16 @@ class TestVersionDuringAPause:
         assert "resume" not in running.calls
 
     async def test_a_version_with_mode_abort_fulfils_a_waiting_pause(self, weight_sync, log, running, ingest):
-        await pause(ingest, "wait", "first")
-        await drains(running)
-        commit(log, 1, mode="abort")
-        await ingest.change(version=1)
-        await asyncio.wait_for(running.loading.reached.wait(), LONG_S)
+        await pause_that_waits(running, ingest)
+        await push(log, ingest, 1, mode="abort")
+        await running.loading.until_reached()
         running.draining.open()  # nothing runs any more
         assert (await ingest.reported(lambda s: s.obeyed == "first" and s.version == 1)).paused
         assert running.calls[:3] == ["pause wait", "pause abort", "load 1"] and "resume" not in running.calls
 
 
 async def commit_that_waits(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> None:
-    commit(log, 1, mode="wait")
-    await ingest.change(version=1)
+    await push(log, ingest, 1, mode="wait")
     await drains(engine)
 
 
@@ -164,15 +152,13 @@ class TestWaitingVersion:
     @pytest.mark.parametrize("mode", ["keep", "abort"])
     async def test_a_newer_version_takes_over_from_one_that_waits(self, weight_sync, log, running, ingest, mode):
         await commit_that_waits(log, running, ingest)
-        commit(log, 2, mode=mode)
-        await ingest.change(version=2)
+        await push(log, ingest, 2, mode=mode)
         await serving(weight_sync, ingest, 2)
         assert running.calls == ["pause wait", f"pause {mode}", "load 2", "resume"]
 
     async def test_between_two_waiting_versions_no_new_rollout_begins(self, weight_sync, log, running, ingest):
         await commit_that_waits(log, running, ingest)
-        commit(log, 2, mode="wait")
-        await ingest.change(version=2)
+        await push(log, ingest, 2, mode="wait")
         await ingest.reported(lambda s: s.target == 2)
         running.draining.open()
         await serving(weight_sync, ingest, 2)
@@ -190,13 +176,11 @@ class TestWaitingVersion:
     async def test_a_pause_with_another_mode_overrides_a_waiting_version(self, weight_sync, log, running, ingest, mode):
         await commit_that_waits(log, running, ingest)
         running.loading.close()
-        await pause(ingest, mode, "first")
-        assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
+        assert (await ingest.order("first", paused=True, pause_mode=mode)).paused
         running.loading.open()
         await serving(weight_sync, ingest, 1)
         assert running.calls == ["pause wait", f"pause {mode}", "load 1"]
-        await ingest.change(paused=False, order="second")
-        await ingest.reported(lambda s: s.obeyed == "second")
+        await ingest.order("second", paused=False)
         assert running.calls[-1] == "resume"
 
     async def test_a_resume_is_obeyed_only_after_a_waiting_version_loads(self, weight_sync, log, running, ingest):
@@ -214,8 +198,6 @@ class TestWaitingVersion:
         before = (log.root / "LATEST").read_bytes()
         await commit_that_waits(log, running, ingest)
         (log.root / "LATEST").write_bytes(before)
-        await pause(ingest, "keep", "first")
-        await ingest.reported(lambda s: s.obeyed == "first")
-        await ingest.change(paused=False, order="second")
-        await ingest.reported(lambda s: s.obeyed == "second")
+        await ingest.order("first", paused=True, pause_mode="keep")
+        await ingest.order("second", paused=False)
         assert running.calls == ["pause wait", "pause keep", "resume"] and weight_sync.version == 0

@@ -7,8 +7,9 @@ import pytest
 
 from rollout_service.engine.progress_reports import LIVE_PERIOD_S, MAX_TOKENS, PERIOD_S, QUIET_PERIODS, ProgressReports
 from rollout_service.protocol.progress import Piece, ProgressAsk
-from rollout_service.protocol.rollout import Completion, Span
+from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import GenerateCall, Sampling
+from tests.unit.fleet.completions import completion_of
 
 
 class Engine:
@@ -24,17 +25,8 @@ class Engine:
         for index, made in enumerate(self.made.get(engine_id, ())):
             ended = (engine_id, index) in self.ended
             if made > since[index] or ended:
-                tokens = tuple(range(since[index], made))
-                spans = (Span(version=1, start=0, end=len(tokens)),) if tokens else ()
-                found.append(
-                    Completion(
-                        index=index,
-                        token_ids=tokens,
-                        logprobs=(-1.0,) * len(tokens),
-                        finish_reason="stop" if ended else "abort",
-                        spans=spans,
-                    )
-                )
+                end = "stop" if ended else "abort"
+                found.append(completion_of(range(since[index], made), index=index, end=end))
         return found
 
     async def sleep(self, seconds: float) -> None:

@@ -14,11 +14,12 @@ from rollout_service.engine.progress_reports import ProgressReports
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.engine.replica_state import Pausing, ServedLabels
 from rollout_service.errors import EngineFailed, TooEarly
-from rollout_service.protocol.rollout import Completion, Span
+from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.runtime import drain
 from rollout_service.runtime.drain import Drain
 from rollout_service.store.adapters import AdapterStore
+from tests.unit.fleet.completions import completion_of
 
 
 class Ended(BaseException):
@@ -34,9 +35,7 @@ class Engine:
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], sampling: Sampling, *others: object
     ) -> tuple[Completion, ...]:
-        made = {"token_ids": (1,), "logprobs": (-1.0,), "finish_reason": "length"}
-        spans = (Span(version=1, start=0, end=1),)
-        return tuple(Completion(index=index, spans=spans, **made) for index in range(sampling.n))
+        return tuple(completion_of((1,), index=index, end="length") for index in range(sampling.n))
 
     async def check_health(self) -> None:
         if self.dead:

@@ -80,10 +80,16 @@ def committed(store: AdapterStore, name: str, version: int) -> AdapterVersion:
     return adapter
 
 
-async def test_new_rollouts_take_the_newest_version(tmp_path):
+@pytest.fixture
+async def replica(tmp_path: Path) -> Replica:
+    """It holds version 1 of the adapter a."""
     replica = Replica(tmp_path)
     replica.commit("a", 1)
     await replica.settle()
+    return replica
+
+
+async def test_new_rollouts_take_the_newest_version(replica):
     with replica.adapters.use(WantedAdapter(name="a")) as before:
         replica.commit("a", 2)
         await replica.settle()
@@ -93,10 +99,7 @@ async def test_new_rollouts_take_the_newest_version(tmp_path):
         assert exact == before
 
 
-async def test_an_unwanted_version_stays_until_its_rollouts_end(tmp_path):
-    replica = Replica(tmp_path)
-    replica.commit("a", 1)
-    await replica.settle()
+async def test_an_unwanted_version_stays_until_its_rollouts_end(replica):
     with replica.adapters.use(WantedAdapter(name="a")):
         replica.committed = []
         await replica.settle()
@@ -148,9 +151,7 @@ async def test_a_version_waits_for_a_place_that_rollouts_hold(tmp_path):
     assert replica.engine.held == ["a@2"]
 
 
-async def test_a_version_that_cannot_be_loaded_leaves_the_one_before(tmp_path):
-    replica = Replica(tmp_path)
-    replica.commit("a", 1)
+async def test_a_version_that_cannot_be_loaded_leaves_the_one_before(replica):
     damaged = replica.commit("a", 2)
     (replica.store.folder(damaged) / TENSORS_FILE).write_text("flipped")
     replica.engine.refuses = {"a@3"}
@@ -194,10 +195,7 @@ async def test_copies_that_another_replica_removes_are_no_error(tmp_path, monkey
     assert store.folder(adapter).is_dir()  # the other replica removes it
 
 
-async def test_a_sleeping_replica_loads_nothing_and_takes_requests_and_an_awake_one_its_own_base(tmp_path):
-    replica = Replica(tmp_path)
-    replica.commit("a", 1)
-    await replica.settle()
+async def test_a_sleeping_replica_loads_nothing_and_takes_requests_and_an_awake_one_its_own_base(replica):
     replica.served = None
     replica.commit("a", 2)
     await replica.settle()
@@ -257,20 +255,24 @@ async def test_an_adapter_is_loaded_before_memory_is_released_or_when_it_is_back
     assert replica.newest("a") == "a@2"
 
 
+class IngestOf:
+    """Gives the files of a log in pieces."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self.store, self.is_away = store, False
+
+    async def adapter_file(self, adapter: AdapterVersion, file: str, offset: int) -> bytes:
+        if self.is_away:
+            raise NotReady("the ingest is being replaced")
+        return (self.store.folder(adapter) / file).read_bytes()[offset : offset + 5]
+
+
 async def test_a_node_without_the_log_fetches_copies_and_drops_them(tmp_path):
     log = Replica(tmp_path / "log")
     first, second = log.commit("a", 1), log.commit("a", 2)
 
-    class Ingest:
-        def __init__(self) -> None:
-            self.is_away = True
-
-        async def adapter_file(self, adapter: AdapterVersion, file: str, offset: int) -> bytes:
-            if self.is_away:
-                raise NotReady("the ingest is being replaced")
-            return (log.store.folder(adapter) / file).read_bytes()[offset : offset + 5]
-
-    ingest, copies = Ingest(), AdapterStore(tmp_path / "copies")
+    ingest, copies = IngestOf(log.store), AdapterStore(tmp_path / "copies")
+    ingest.is_away = True
     adapters = ReplicaAdapters(Engine(), copies, 3, lambda: BASE, ingest)
     adapters.want((first,))
     await adapters.settle()
@@ -282,3 +284,20 @@ async def test_a_node_without_the_log_fetches_copies_and_drops_them(tmp_path):
     adapters.want(())
     await adapters.settle()
     assert not copies.folder(second).exists()
+
+
+@pytest.mark.parametrize("is_log_sound", [True, False])
+async def test_a_damaged_copy_is_fetched_again(tmp_path, is_log_sound):
+    log = Replica(tmp_path / "log")
+    adapter = log.commit("a", 1)
+    copies = AdapterStore(tmp_path / "copies")
+    copies.add_copy(adapter, {file: (log.store.folder(adapter) / file).read_bytes() for file in ADAPTER_FILES})
+    damaged = [copies] if is_log_sound else [copies, log.store]
+    for store in damaged:
+        (store.folder(adapter) / TENSORS_FILE).write_bytes(b"damaged")
+    adapters = ReplicaAdapters(Engine(), copies, 3, lambda: BASE, IngestOf(log.store))
+    adapters.want((adapter,))
+    await adapters.settle()
+    assert [each.error is None for each in adapters.status()] == [is_log_sound]
+    if is_log_sound:
+        copies.verify(adapter)

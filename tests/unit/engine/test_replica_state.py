@@ -5,16 +5,10 @@ import pytest
 from rollout_service.engine import replica_state
 from rollout_service.engine.replica_state import NEXT, ReplicaLife, ServedLabels
 from rollout_service.protocol.fleet import UpdateTimings
-from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.weight_log import Head
+from tests.unit.fleet.completions import completion_of
 
-SPLIT = Completion(
-    index=0,
-    token_ids=(1, 2, 3),
-    logprobs=(-0.1, -0.2, -0.3),
-    finish_reason="stop",
-    spans=(Span(version=3, start=0, end=1), Span(version=5, start=1, end=3)),
-)
+SPLIT = completion_of((1, 2, 3), (3, 1), (5, 2), end="stop")
 
 
 def test_a_closed_engine_serves_nothing_and_is_not_called_stale():

@@ -18,9 +18,10 @@ from rollout_service.errors import KVCacheFull
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.progress import ProgressAsk, ProgressReply
-from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from tests.support.virtual_time import run_in_virtual_time
+from tests.unit.fleet.completions import completion_of
 
 TURN_TOKENS, TOOL_TOKENS, TURNS = 40, 160, 12
 LAST_TOKENS = (TURN_TOKENS + TOOL_TOKENS) * TURNS
@@ -77,10 +78,7 @@ class Engine:
             self._changed.notify_all()
         if call.session_id is not None:
             self._idle[call.session_id] = needed
-        spans = (Span(version=0, start=0, end=tokens),)
-        return Completion(
-            index=0, token_ids=(1,) * tokens, logprobs=(-1.0,) * tokens, finish_reason="length", spans=spans
-        )
+        return completion_of((1,) * tokens, end="length")
 
     async def progress(self, ask: ProgressAsk) -> ProgressReply:
         raise NotImplementedError

@@ -1,22 +1,22 @@
 """An engine that gives its memory back, and takes it again with the newest version."""
 
-import asyncio
-
 import pytest
 
 from rollout_service.protocol.fleet import ReplicaStatus
 from rollout_service.protocol.weight_log import Control
-from tests.unit.engine.fakes import LONG_S, FakeIngest, push, serving
+from tests.unit.engine.fakes import FakeIngest, push, push_until_served, serving
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
 
 async def sleep(ingest: FakeIngest, order: str = "sleep", mode: str = "abort") -> ReplicaStatus:
-    await ingest.change(paused=True, pause_mode=mode, asleep=True, order=order)
-    return await ingest.reported(lambda s: s.obeyed == order)
+    return await ingest.order(order, paused=True, pause_mode=mode, asleep=True)
+
+
+AWAKE = {"paused": False, "pause_mode": "keep", "asleep": False}
 
 
 async def wake(ingest: FakeIngest, order: str = "wake") -> None:
-    await ingest.change(paused=False, pause_mode="keep", asleep=False, order=order)
+    await ingest.change(order=order, **AWAKE)
 
 
 async def test_an_engine_that_sleeps_serves_nothing_until_it_wakes_with_the_version_of_before(
@@ -25,8 +25,7 @@ async def test_an_engine_that_sleeps_serves_nothing_until_it_wakes_with_the_vers
     status = await sleep(ingest)
     assert (status.state, status.version, status.digest, status.paused) == ("asleep", None, None, True)
     assert engine.calls == ["pause abort", "sleep"]
-    await wake(ingest)
-    status = await ingest.reported(lambda s: s.obeyed == "wake")
+    status = await ingest.order("wake", **AWAKE)
     assert (status.state, status.version, status.paused) == ("ready", 0, False)
     assert engine.calls == ["pause abort", "sleep", "wake up", "pause keep", "load 0", "resume"]
 
@@ -46,9 +45,8 @@ async def test_waking_loads_what_was_committed_meanwhile(weight_sync, log, engin
 async def test_a_resume_waits_until_the_woken_engine_has_weights(weight_sync, engine, ingest):
     await sleep(ingest)
     engine.loading.close()
-    engine.loading.reached.clear()
     await wake(ingest)
-    await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+    await engine.loading.until_reached()
     status = weight_sync.status()
     # others wait for it by this state: it has served before, and has no version now
     assert (status.state, status.target, status.obeyed) == ("asleep", 0, "sleep") and "resume" not in engine.calls
@@ -68,8 +66,7 @@ async def test_an_engine_woken_to_a_corrupt_version_stays_closed_and_may_sleep_a
     assert (status.state, status.error, status.target) == ("asleep", None, None)
     assert engine.calls == ["pause abort", "sleep", "wake up", "pause abort", "sleep"]
     await wake(ingest, "again awake")
-    await push(log, ingest, 2)
-    await serving(weight_sync, ingest, 2)
+    await push_until_served(weight_sync, log, ingest, 2)
     assert engine.calls[-2:] == ["load 2", "resume"]
 
 
@@ -87,9 +84,8 @@ async def test_an_engine_whose_memory_is_taken_sleeps_until_it_is_free(weight_sy
 
 async def test_sleep_takes_over_from_a_version_that_waits(weight_sync, log, engine, ingest):
     engine.draining.close()
-    commit(log, 1, mode="wait")
-    await ingest.change(version=1)
-    await asyncio.wait_for(engine.draining.reached.wait(), LONG_S)
+    await push(log, ingest, 1, mode="wait")
+    await engine.draining.until_reached()
     await sleep(ingest)
     assert engine.calls == ["pause wait", "pause abort", "sleep"]
     await wake(ingest)
@@ -101,17 +97,15 @@ async def test_sleep_takes_over_from_a_version_that_waits(weight_sync, log, engi
 async def test_sleep_waits_for_running_rollouts_if_asked_to_unless_paused(weight_sync, engine, ingest, paused):
     engine.draining.close()
     if paused:
-        await ingest.change(paused=True, pause_mode="keep", order="pause")
-        await ingest.reported(lambda s: s.obeyed == "pause")
+        await ingest.order("pause", paused=True, pause_mode="keep")
     await ingest.change(paused=True, pause_mode="keep" if paused else "wait", asleep=True, order="sleep")
     if not paused:
-        await asyncio.wait_for(engine.draining.reached.wait(), LONG_S)
+        await engine.draining.until_reached()
         assert engine.calls == ["pause wait"]
         engine.draining.open()
     await ingest.reported(lambda s: s.obeyed == "sleep")
     assert engine.calls == ["pause keep" if paused else "pause wait", "sleep"]
-    await wake(ingest)
-    await ingest.reported(lambda s: s.obeyed == "wake")
+    await ingest.order("wake", **AWAKE)
     assert engine.calls[2:] == ["wake up", "pause keep", "load 0", "resume"]
 
 
@@ -130,9 +124,8 @@ async def test_sleep_ordered_while_a_version_is_read_pauses_at_once_and_comes_be
     weight_sync, log, engine, ingest
 ):
     engine.reading.close()
-    engine.reading.reached.clear()
     await push(log, ingest, 1)
-    await asyncio.wait_for(engine.reading.reached.wait(), LONG_S)
+    await engine.reading.until_reached()
     await ingest.change(paused=True, pause_mode="abort", asleep=True, order="sleep")
     await ingest.reported(lambda s: engine.calls == ["pause abort"])
     assert weight_sync.status().obeyed != "sleep"

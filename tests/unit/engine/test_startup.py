@@ -13,7 +13,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError
 
 from rollout_service.engine.processes import tell_errors
-from rollout_service.engine.startup import GpuTaken, StartupHeartbeat, says_why_it_fails, wait_for_free_gpus
+from rollout_service.engine.startup import GpuTaken, StartupHeartbeat, report_failed_start, wait_for_free_gpus
 from rollout_service.errors import NotReady
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from tests.support.handles import FakeMethod
@@ -74,16 +74,6 @@ def test_it_says_what_it_waits_for_and_what_the_follower_says_once_there_is_one(
     assert heartbeat.status().state == "starting"
 
 
-class Replica:
-    @says_why_it_fails
-    async def __init__(  # Serve awaits it
-        self, config: str, ingest: Ingest, monitor: None, group: str | None
-    ) -> None:
-        self.config = config
-        if config == "bad":
-            raise ValueError("cannot be served") from MemoryError("no memory")
-
-
 @pytest.fixture(autouse=True)
 def replica_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve's, which this process has not."""
@@ -95,7 +85,8 @@ def replica_id(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_replica_that_cannot_start_reports_why_and_reraises(away, caplog):
     ingest = Ingest(failures=int(away))
     with pytest.raises(ValueError, match="cannot be served"):
-        await Replica.__init__(object.__new__(Replica), "bad", ingest, None)
+        async with report_failed_start(ingest, None):
+            raise ValueError("cannot be served") from MemoryError("no memory")
     reason = "ValueError: cannot be served; caused by MemoryError: no memory"
     assert f"engine replica r1 could not start: {reason}" in caplog.text
     said = [(s.replica_id, s.state, s.version, s.error) for s in ingest.reports]
@@ -104,9 +95,10 @@ async def test_a_replica_that_cannot_start_reports_why_and_reraises(away, caplog
 
 
 async def test_a_replica_that_starts_reports_no_failure():
-    ingest, replica = Ingest(), object.__new__(Replica)
-    await Replica.__init__(replica, "good", ingest, None)
-    assert replica.config == "good" and ingest.reports == []
+    ingest = Ingest()
+    async with report_failed_start(ingest, None):
+        pass
+    assert ingest.reports == []
 
 
 class SleepingFleet:

@@ -7,12 +7,12 @@ import pytest
 from rollout_service.engine import weight_sync as module
 from rollout_service.errors import EngineFailed, KVCacheUnfit, LogCorrupt, NotReady
 from rollout_service.kv_scales.cache_choice import CacheChooser
-from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.weight_log import Control, Head
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
-from tests.unit.engine.fakes import LONG_S, push, push_and_hold, serving
+from tests.unit.engine.fakes import LONG_S, push, push_and_hold, push_until_served, serving
 from tests.unit.engine.measuring import LAYERS, FakeCoordinator, FakeMeasuringEngine, uneven
+from tests.unit.fleet.completions import completion_of
 from tests.unit.store.versions import FIRST, commit, flip_a_byte, stage
 
 
@@ -26,8 +26,7 @@ class TestStart:
         status = weight_sync.status()
         assert (status.version, status.label, status.state) == (5, "run/step-5", "ready")
         assert (status.target, status.error) == (None, None)
-        spans = Span(version=3, start=0, end=1), Span(version=5, start=1, end=2)
-        made = Completion(index=0, token_ids=(1, 2), logprobs=(-0.1, -0.2), finish_reason="stop", spans=spans)
+        made = completion_of((1, 2), (3, 1), (5, 1), end="stop")
         assert [span.label for span in weight_sync.labels.on([made])[0].spans] == [None, "run/step-5"]
 
     async def test_a_replica_that_starts_first_waits_for_version_0(self, tmp_path, follower, engine, monkeypatch):
@@ -60,13 +59,13 @@ class TestStart:
         weight_sync = follower()
         engine.loading.close()
         starting = asyncio.create_task(weight_sync.start())
-        await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+        await engine.loading.until_reached()
         assert (weight_sync.status().state, weight_sync.status().version) == ("syncing", None)
         commit(log, 1)
         engine.loading.open()
         await asyncio.wait_for(starting, LONG_S)
         assert (weight_sync.status().state, weight_sync.version) == ("ready", 1)
-        assert [call for call in engine.calls if "load" in call] == ["load 0", "load 1"]
+        assert engine.loads == ["load 0", "load 1"]
 
     async def test_a_start_ends_if_versions_come_faster_than_it_loads(self, follower, log, engine, ingest):
         known: dict[int, int | None] = {}
@@ -85,8 +84,7 @@ class TestStart:
 
 class TestUpdates:
     async def test_a_new_version_is_staged_loaded_while_paused_then_served(self, weight_sync, log, engine, ingest):
-        await push(log, ingest, 1)
-        await serving(weight_sync, ingest, 1)
+        await push_until_served(weight_sync, log, ingest, 1)
         assert engine.calls == ["pause keep", "load 1", "resume"]
         update = ingest.reports[-1].update
         assert update is not None and update.load_s == 0.5 and update.stage_s >= 0 and update.closed_s >= 0
@@ -104,15 +102,14 @@ class TestUpdates:
         await push(log, ingest, 3)
         engine.loading.open()
         await serving(weight_sync, ingest, 3)
-        assert [call for call in engine.calls if "load" in call] == ["load 1", "load 3"]
+        assert engine.loads == ["load 1", "load 3"]
 
 
 class TestPause:
     async def test_an_update_leaves_a_replica_of_a_paused_fleet_paused(self, weight_sync, log, engine, ingest):
         await ingest.change(paused=True)
         await ingest.reported(lambda s: s.paused)
-        await push(log, ingest, 1)
-        await serving(weight_sync, ingest, 1)
+        await push_until_served(weight_sync, log, ingest, 1)
         assert engine.paused and "resume" not in engine.calls
         await ingest.change(paused=False)
         await ingest.reported(lambda s: not s.paused)
@@ -120,9 +117,8 @@ class TestPause:
 
     async def test_a_resume_that_comes_while_the_engine_pauses_is_not_lost(self, weight_sync, engine, ingest):
         engine.pausing.close()
-        engine.pausing.reached.clear()
         await ingest.change(paused=True)
-        await asyncio.wait_for(engine.pausing.reached.wait(), LONG_S)
+        await engine.pausing.until_reached()
         await ingest.change(paused=False)
         await ingest.reported(lambda _: ingest.seen is not None and not ingest.seen.paused)
         engine.pausing.open()
@@ -193,8 +189,7 @@ class TestReadiness:
             await asyncio.wait_for(weight_sync.caught_up(), LONG_S)
         assert weight_sync.status().state == "stale"
         engine.fail_load = "half loaded"
-        commit(log, 2)
-        await ingest.change(version=2)
+        await push(log, ingest, 2)
         await ingest.reported(lambda s: s.state == "failed")
         with pytest.raises((EngineFailed, LogCorrupt)):
             await asyncio.wait_for(weight_sync.caught_up(), LONG_S)
@@ -207,8 +202,7 @@ class TestEnd:
         await weight_sync.start()
         drained = True
         assert weight_sync.status().state == "draining"
-        commit(log, 1)
-        await ingest.change(version=1)
+        await push(log, ingest, 1)
         await ingest.reported(lambda s: s.version == 1 and s.state == "draining")
         engine.broken = "the engine's process is dead"
         status = weight_sync.status()
@@ -238,12 +232,10 @@ class TestKVCache:
             assert "resume" not in engine.calls and new.version is None
             return
         await new.start()
-        assert engine.calls == ["pause keep", "load 0", "measure", "resume"]
+        assert engine.new_calls() == ["pause keep", "load 0", "measure", "resume"]
         status = new.status()
         assert status.kv_cache is not None and status.kv_cache.measured_version == 0
-        engine.calls.clear()
-        await push(log, ingest, 1)
-        await serving(new, ingest, 1)
+        await push_until_served(new, log, ingest, 1)
         assert engine.calls == ["pause keep", "load 1", "resume"]
 
 
@@ -277,8 +269,7 @@ class TestPins:
             await ingest.change(label=f"moved to {version}")
             await serving(pinned, ingest, version)
         ingest.pins["eval"] = None
-        await push(log, ingest, 3)
-        await serving(pinned, ingest, 3)
+        await push_until_served(pinned, log, ingest, 3)
 
     async def test_a_replica_keeps_its_version_while_the_ingest_is_away(self, pinned, log, engine, ingest):
         commit(log, 3)

@@ -1,7 +1,7 @@
 """A replica on a node without the log: it fetches what it serves, through a real object store."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import NotReady
 from rollout_service.store.log import WeightLog
 from rollout_service.store.node_cache import ChunkServer, NodeCache
-from tests.unit.engine.fakes import LONG_S, FakeEngine, push, serving
+from tests.unit.engine.fakes import LONG_S, push, push_until_served, serving
 from tests.unit.store.offering import CHUNK_BYTES, OfferingIngest
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
@@ -29,20 +29,16 @@ def copies(offering: OfferingIngest, tmp_path: Path) -> NodeCache:
 
 
 @pytest.fixture
-async def remote(follower: Callable[..., WeightSync], engine: FakeEngine, copies: NodeCache) -> WeightSync:
+async def remote(started: Callable[..., Awaitable[WeightSync]], copies: NodeCache) -> WeightSync:
     """Started on the other node."""
-    weight_sync = follower(weights={"root": copies.log.root}, copies=copies)
-    await weight_sync.start()
-    engine.calls.clear()
-    return weight_sync
+    return await started(weights={"root": copies.log.root}, copies=copies)
 
 
 async def test_every_version_is_fetched_checked_and_served(remote, log, engine, ingest, copies):
     assert remote.version == 0
     for version in (1, 2, 3):
-        await push(log, ingest, version)
-        await serving(remote, ingest, version)
-    assert [call for call in engine.calls if "load" in call] == ["load 1", "load 2", "load 3"]
+        await push_until_served(remote, log, ingest, version)
+    assert engine.loads == ["load 1", "load 2", "load 3"]
     assert copies.log.versions() == [2, 3] and copies.log.head() == log.head()
 
 

@@ -10,7 +10,7 @@ from rollout_service.errors import DeploymentFailed, EngineFailed, LogUnreadable
 from rollout_service.protocol.weight_log import Head
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
-from tests.unit.engine.fakes import LONG_S, push, serving
+from tests.unit.engine.fakes import LONG_S, push, push_until_served, serving
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
 
@@ -34,9 +34,8 @@ async def test_a_corrupt_version_leaves_the_old_served_and_says_why(weight_sync,
     assert status.error is not None and FIRST in status.error and "version 1" in status.error
     assert engine.calls == []  # the bytes are checked before it is paused
     weight_sync.check_health()
-    await push(log, ingest, 2)
-    await serving(weight_sync, ingest, 2)
-    assert weight_sync.status().error is None and [c for c in engine.calls if "load" in c] == ["load 2"]
+    await push_until_served(weight_sync, log, ingest, 2)
+    assert weight_sync.status().error is None and engine.loads == ["load 2"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ async def test_a_version_that_does_not_fit_leaves_the_old_one_served(weight_sync
     await ingest.change(version=1)
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.version == 0 and status.error is not None and reason in status.error
-    assert [call for call in engine.calls if "load" in call] == []
+    assert engine.loads == []
 
 
 @pytest.mark.parametrize("name", ["LATEST", "ORIGIN"])
@@ -69,8 +68,7 @@ async def test_a_file_that_cannot_be_read_for_a_while_is_waited_for(weight_sync,
     path.rmdir()
     if (log.root / "aside").exists():
         (log.root / "aside").rename(path)
-    await push(log, ingest, 1)
-    await serving(weight_sync, ingest, 1)
+    await push_until_served(weight_sync, log, ingest, 1)
     assert weight_sync.status().error is None and not engine.paused
 
 

@@ -8,33 +8,27 @@ from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import NotReady
 from rollout_service.protocol.weight_log import Origin
 from rollout_service.store.log import WeightLog
-from tests.unit.engine.fakes import FakeEngine, push, serving
+from tests.unit.engine.fakes import push_until_served, serving
 from tests.unit.ingest.trainer import settle
 from tests.unit.store.versions import commit, restored
 
 
-def loads(engine: FakeEngine) -> list[str]:
-    return [call for call in engine.calls if call.startswith("load")]
-
-
 async def test_other_weights_under_the_served_number_are_loaded(weight_sync, log, engine, ingest):
     with restored(log):
-        await push(log, ingest, 1)
-        await serving(weight_sync, ingest, 1)
+        await push_until_served(weight_sync, log, ingest, 1)
         before = weight_sync.status().digest
     head = commit(log, 1, content=77)
     status = await ingest.reported(lambda s: s.digest == head.digest and s.state == "ready")
     assert (status.version, status.digest) == (1, head.digest) and before not in (None, head.digest)
-    assert loads(engine)[0] == loads(engine)[-1] == "load 1" and len(loads(engine)) >= 2
+    assert engine.loads[0] == engine.loads[-1] == "load 1" and len(engine.loads) >= 2
 
 
 async def test_a_log_that_was_set_back_is_followed_back(weight_sync, log, engine, ingest):
     with restored(log):
-        await push(log, ingest, 5)
-        await serving(weight_sync, ingest, 5)
+        await push_until_served(weight_sync, log, ingest, 5)
     await ingest.change(version=0)
     await serving(weight_sync, ingest, 0)
-    assert loads(engine) == ["load 5", "load 0"]
+    assert engine.loads == ["load 5", "load 0"]
 
 
 async def test_a_replica_that_starts_compares_contents_too(follower, log, engine, ingest):
@@ -67,8 +61,7 @@ class TestAnotherLog:
     async def test_a_replica_of_the_old_log_is_stale_until_it_comes_back(self, weight_sync, log, ingest, elsewhere):
         here = log.sign()
         await ingest.change(origin=here)
-        await push(log, ingest, 7)
-        await serving(weight_sync, ingest, 7)
+        await push_until_served(weight_sync, log, ingest, 7)
         assert weight_sync.status().log == here.log
         await ingest.change(version=0, origin=elsewhere)
         status = await ingest.reported(lambda s: s.state == "stale")
@@ -76,8 +69,7 @@ class TestAnotherLog:
         assert status.error is not None and "the ingest writes another log now" in status.error
         await ingest.change(version=7, origin=here)
         await ingest.reported(lambda s: s.state == "ready" and s.error is None)
-        await push(log, ingest, 8)
-        await serving(weight_sync, ingest, 8)
+        await push_until_served(weight_sync, log, ingest, 8)
 
     async def test_nor_is_a_clone_of_the_log_taken_for_the_log(self, weight_sync, log, ingest):
         here = log.sign()
@@ -96,6 +88,5 @@ class TestAnotherLog:
             await ingest_is_away(weight_sync)
         ingest.unreachable = None
         await ingest.change(origin=later)
-        await push(log, ingest, 1)
-        await serving(weight_sync, ingest, 1)
+        await push_until_served(weight_sync, log, ingest, 1)
         assert "stale" not in {status.state for status in ingest.reports}

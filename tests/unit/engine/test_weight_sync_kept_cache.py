@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from rollout_service.errors import NotReady
-from tests.unit.engine.fakes import push, serving
+from tests.unit.engine.fakes import push_until_served, serving
 from tests.unit.store.versions import commit, restored, stage
 
 CLEARS = ["pause keep", "load 1", "resume"]
@@ -12,20 +12,14 @@ KEEPS = ["pause keep and keep the cache", "load 1 and keep the cache", "resume"]
 
 
 @pytest.fixture
-async def keeping(follower, engine):
-    weight_sync = follower(weights={"kv_cache_on_update": "keep"})
-    await weight_sync.start()
-    engine.calls.clear()
-    return weight_sync
+async def keeping(started):
+    return await started(weights={"kv_cache_on_update": "keep"})
 
 
 @pytest.mark.parametrize(("policy", "calls"), [("drop", CLEARS), ("keep", KEEPS)])
-async def test_an_update_drops_or_keeps_the_cache_by_policy(follower, log, engine, ingest, policy, calls):
-    weight_sync = follower(weights={"kv_cache_on_update": policy})
-    await weight_sync.start()
-    engine.calls.clear()
-    await push(log, ingest, 1)
-    await serving(weight_sync, ingest, 1)
+async def test_an_update_drops_or_keeps_the_cache_by_policy(started, log, engine, ingest, policy, calls):
+    weight_sync = await started(weights={"kv_cache_on_update": policy})
+    await push_until_served(weight_sync, log, ingest, 1)
     assert engine.calls == calls
 
 
@@ -41,36 +35,30 @@ async def test_other_kv_scales_drop_the_cache(keeping, log, engine, ingest, capl
 
 @pytest.mark.parametrize("newest", [2, 3])
 async def test_rollback_drops_the_cache(newest, keeping, log, engine, ingest):
-    await push(log, ingest, 1)
-    await serving(keeping, ingest, 1)
+    await push_until_served(keeping, log, ingest, 1)
     engine.calls.clear()
     log.commit(replace(stage(log, 2), rollback_of=0), "keep")
     for version in range(3, newest + 1):  # of which the replica hears only the newest
         commit(log, version)
     await ingest.change(version=newest)
     await serving(keeping, ingest, newest)
-    assert engine.calls == ["pause keep", f"load {newest}", "resume"]
-    engine.calls.clear()
-    await push(log, ingest, 4)
-    await serving(keeping, ingest, 4)
+    assert engine.new_calls() == ["pause keep", f"load {newest}", "resume"]
+    await push_until_served(keeping, log, ingest, 4)
     assert engine.calls == ["pause keep and keep the cache", "load 4 and keep the cache", "resume"]
 
 
 @pytest.mark.parametrize("newest", [0, 2])
 async def test_restored_log_drops_the_cache(keeping, log, engine, ingest, newest):
     with restored(log):
-        await push(log, ingest, 1)
-        await serving(keeping, ingest, 1)
+        await push_until_served(keeping, log, ingest, 1)
         engine.calls.clear()
     if newest:
         commit(log, 1, content=7)  # of which the replica does not hear
         commit(log, newest)
     await ingest.change(version=newest)
     await serving(keeping, ingest, newest)
-    assert engine.calls == ["pause keep", f"load {newest}", "resume"]
-    engine.calls.clear()
-    await push(log, ingest, 3)
-    await serving(keeping, ingest, 3)
+    assert engine.new_calls() == ["pause keep", f"load {newest}", "resume"]
+    await push_until_served(keeping, log, ingest, 3)
     assert engine.calls == ["pause keep and keep the cache", "load 3 and keep the cache", "resume"]
 
 
@@ -94,17 +82,12 @@ class Ages:
         return version
 
 
-async def test_auto_bounds_the_age_before_each_kept_update(follower, log, engine, ingest, caplog):
+async def test_auto_bounds_the_age_before_each_kept_update(started, log, engine, ingest, caplog):
     ages = Ages()
-    weight_sync = follower(weights={"kv_cache_on_update": "keep", "kv_max_age": "auto"}, kv_ages=ages)
-    await weight_sync.start()
-    engine.calls.clear()
-    await push(log, ingest, 1)
-    await serving(weight_sync, ingest, 1)
-    assert engine.calls == ["bound age 1", *KEEPS]
-    engine.calls.clear()
+    weight_sync = await started(weights={"kv_cache_on_update": "keep", "kv_max_age": "auto"}, kv_ages=ages)
+    await push_until_served(weight_sync, log, ingest, 1)
+    assert engine.new_calls() == ["bound age 1", *KEEPS]
     ages.error = NotReady("the monitor is being replaced")
-    await push(log, ingest, 2)
-    await serving(weight_sync, ingest, 2)
+    await push_until_served(weight_sync, log, ingest, 2)
     assert "bound age 2" not in engine.calls and "resume" in engine.calls
     assert "stays for version 2: the monitor does not answer" in caplog.text

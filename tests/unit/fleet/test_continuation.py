@@ -20,20 +20,11 @@ from rollout_service.fleet.continuation import (
 )
 from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
-from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
+from rollout_service.protocol.rollout import Candidate, Completion, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling, Scoring
 from rollout_service.protocol.sampling_mask import pack, unpack
-
-
-def piece(tokens: tuple[int, ...], *spans: tuple[int, int], index: int = 0, end: FinishReason = "abort") -> Completion:
-    """A completion of ``tokens`` with spans given as (version, length)."""
-    made, start = [], 0
-    for version, length in spans:
-        made.append(Span(version=version, start=start, end=start + length))
-        start += length
-    logprobs = tuple(-0.1 * token for token in tokens)
-    return Completion(index=index, token_ids=tokens, logprobs=logprobs, finish_reason=end, spans=tuple(made))
+from tests.unit.fleet.completions import completion_of as piece
 
 
 def call(**sampling: object) -> GenerateCall:

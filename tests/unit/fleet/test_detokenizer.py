@@ -15,9 +15,10 @@ from rollout_service.fleet.continuation import continuation_call, merge_completi
 from rollout_service.fleet.detokenizer import Detokenizer, TokenStrings, decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.streams import TextStream
-from rollout_service.protocol.rollout import Completion, FinishReason, Span
+from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from tests.support.tokenizers import TOKENIZERS, byte_level, in_python, sentence_piece
+from tests.unit.fleet.completions import completion_of
 
 TEXTS = [
     " Paris",
@@ -62,18 +63,10 @@ def generate(
     detokenizer = vllm_detokenizer(tokenizer, prompt, sampling)
     for count, token in enumerate(tokens[: sampling.max_tokens], start=1):
         if (stop := detokenizer.update([token], False)) is not None:
-            return made(tokens[:count], "stop", stop), detokenizer.get_next_output_text(True, False)
+            return completion_of(tokens[:count], end="stop", stop=stop), detokenizer.get_next_output_text(True, False)
     is_longest = sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens
-    completion = made(tokens[: sampling.max_tokens], "length" if is_longest else "abort")
+    completion = completion_of(tokens[: sampling.max_tokens], end="length" if is_longest else "abort")
     return completion, detokenizer.get_next_output_text(True, False)
-
-
-def made(tokens: Sequence[int], end: FinishReason, stop: str | None = None) -> Completion:
-    spans = (Span(version=1, start=0, end=len(tokens)),) if tokens else ()
-    logprobs = (-0.5,) * len(tokens)
-    return Completion(
-        index=0, token_ids=tuple(tokens), logprobs=logprobs, finish_reason=end, stop_reason=stop, spans=spans
-    )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, after: str = "") -> list[int]:
@@ -88,7 +81,7 @@ def streamed(
 ) -> str:
     """Return the text of a completion that is read in pieces."""
     text, ends = TextStream(prompt, sampling, tokenizer), [*cuts, len(completion.token_ids)]
-    pieces = [made(completion.token_ids[a:b], "abort") for a, b in zip([0, *cuts], ends, strict=True)]
+    pieces = [completion_of(completion.token_ids[a:b], end="abort") for a, b in zip([0, *cuts], ends, strict=True)]
     pieces[-1] = pieces[-1].model_copy(
         update={"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
     )
@@ -133,7 +126,7 @@ class TestText:
     def test_a_character_that_the_prompt_began_is_whole(self, tokenizer):
         tokens = encode(tokenizer, "a😀 b", after="x")
         cut = next(i for i in range(1, len(tokens)) if tokenizer.decode(tokens[:i]).endswith("\ufffd"))
-        assert streamed(tokenizer, tokens[:cut], made(tokens[cut:], "length"), Sampling()) == "😀 b"
+        assert streamed(tokenizer, tokens[:cut], completion_of(tokens[cut:], end="length"), Sampling()) == "😀 b"
 
     def test_invalid_bytes_have_vllm_s_text_however_cut(self, tokenizer):
         rnd, words = random.Random(3), [encode(tokenizer, text, "x") for text in ("é", "😀", "b", " P")]
@@ -206,7 +199,7 @@ class TestSeam:
         """Return the completion after generations that end at the seams, or at what their detokenizer says."""
         dispatcher = Dispatcher(None, None, EngineConfig(), decoder_of(tokenizer))
         ends = [*seams, len(tokens)]
-        completion = made((), "abort")
+        completion = completion_of((), end="abort")
         while completion.finish_reason == "abort" and len(completion.token_ids) < len(tokens):
             done = len(completion.token_ids)
             end = next(end for end in ends if end > done)

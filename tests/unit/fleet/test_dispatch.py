@@ -1,7 +1,7 @@
 """A rollout on engines that refuse, abort and die."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -23,11 +23,13 @@ from rollout_service.fleet.progress import RolloutProgress
 from rollout_service.metrics import process, table
 from rollout_service.protocol.fleet import FailedStart, FailedStarts, Fleet, ReplicaStatus
 from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
-from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
+from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Reasoning, Sampling, Scoring
 from rollout_service.runtime.placements import PLACEMENTS, RoutedFleet, RoutedReplica
 from rollout_service.runtime.rpc import EngineClient
 from tests.support.handles import FakeMethod
+from tests.unit.fleet.completions import completion_of
+from tests.unit.ingest.trainer import settle
 from tests.unit.metrics.counts import Counts
 
 Step = Callable[[GenerateCall], Rollout] | Exception
@@ -47,28 +49,24 @@ def passed(replica_id: str, version: int) -> Exception:
     return raised(TooEarly("no", {"replica_id": replica_id, "live_version": version}))
 
 
-def made(*lengths: int, version: int = 3, end: str = "length", replica_id: str = "a") -> Step:
+def made(*lengths: int, version: int = 3, end: FinishReason = "length", replica_id: str = "a") -> Step:
     """An answer with a completion of each length, ended by ``end``."""
 
     def step(call: GenerateCall) -> Rollout:
-        completions = tuple(
-            Completion(
-                index=index,
-                token_ids=(version,) * length,
-                logprobs=(-0.5,) * length,
-                finish_reason=end,
-                spans=(Span(version=version, start=0, end=length),) if length else (),
-            )
-            for index, length in enumerate(lengths)
-        )
-        return Rollout(
-            request_id=call.request_id,
-            prompt_token_ids=call.prompt_token_ids,
-            completions=completions,
-            replica_id=replica_id,
-        )
+        tokens = ((version,) * length for length in lengths)
+        completions = (completion_of(t, *[(version, len(t))] * bool(t), index=i, end=end) for i, t in enumerate(tokens))
+        return rollout_of(call, completions, replica_id)
 
     return step
+
+
+def rollout_of(call: GenerateCall, completions: Iterable[Completion], replica_id: str = "a") -> Rollout:
+    return Rollout(
+        request_id=call.request_id,
+        prompt_token_ids=call.prompt_token_ids,
+        completions=tuple(completions),
+        replica_id=replica_id,
+    )
 
 
 class Response:
@@ -511,11 +509,6 @@ class TestFleet:
             task.cancel()
 
 
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 def as_digits(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
     return "".join(map(str, token_ids))
 
@@ -652,27 +645,10 @@ def decode_bytes(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
     return bytes(token_ids).decode(errors="replace")
 
 
-def of_bytes(made: bytes, end: str, stop: str | None = None, n: int = 1) -> Step:
+def of_bytes(made: bytes, end: FinishReason, stop: str | None = None, n: int = 1) -> Step:
     """Return an answer of ``n`` completions whose tokens are bytes."""
 
-    def step(call: GenerateCall) -> Rollout:
-        completion = Completion(
-            index=0,
-            token_ids=tuple(made),
-            logprobs=(-0.5,) * len(made),
-            finish_reason=end,
-            stop_reason=stop,
-            spans=(Span(version=3, start=0, end=len(made)),),
-        )
-        completions = tuple(completion.model_copy(update={"index": index}) for index in range(n))
-        return Rollout(
-            request_id=call.request_id,
-            prompt_token_ids=call.prompt_token_ids,
-            completions=completions,
-            replica_id="a",
-        )
-
-    return step
+    return lambda call: rollout_of(call, (completion_of(made, index=i, end=end, stop=stop) for i in range(n)))
 
 
 class TestStopStringOfThePrompt:

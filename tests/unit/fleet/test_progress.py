@@ -16,10 +16,11 @@ from rollout_service.fleet.progress import (
 )
 from rollout_service.fleet.queue import Ticket
 from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
-from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Rollout, Span
+from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.protocol.sampling_mask import pack, unpack
 from rollout_service.runtime.placements import Placements
+from tests.unit.fleet.completions import completion_of
 
 CALL = GenerateCall(request_id="r", prompt_token_ids=(1, 2), sampling=Sampling())
 
@@ -30,9 +31,7 @@ def call_of(n: int = 1) -> CallProgress:
 
 
 def made(*tokens: int, version: int = 3, index: int = 0, end: FinishReason = "abort") -> Completion:
-    spans = (Span(version=version, start=0, end=len(tokens)),) if tokens else ()
-    logprobs = tuple(-0.1 * token for token in tokens)
-    return Completion(index=index, token_ids=tokens, logprobs=logprobs, finish_reason=end, spans=spans)
+    return completion_of(tokens, *[(version, len(tokens))] * bool(tokens), index=index, end=end)
 
 
 class TestCompletionProgress:

@@ -9,6 +9,7 @@ import pytest
 from rollout_service.errors import Overloaded
 from rollout_service.fleet import queue as queue_module
 from rollout_service.fleet.queue import RETRIED_CALLS, RETRY_S, DispatchQueue
+from tests.unit.ingest.trainer import settle
 
 
 class Fleet:
@@ -51,11 +52,6 @@ class Fleet:
         for _, call in due:
             call()
         await settle()
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 @asynccontextmanager
