@@ -18,8 +18,7 @@ from typing import Any
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
-from benchmarks.common.gpu_service import Mode, graph_sizes, settings_of
-from benchmarks.common.paths import SHARED_MEMORY
+from benchmarks.common.gpu_service import EngineOptions, Mode, settings_of
 from benchmarks.common.shapes import Shape, write_config
 from benchmarks.common.work import Case, Work, random_prompts, take_turns
 from benchmarks.rollout.throughput import bare
@@ -36,18 +35,10 @@ class GroupOptions(Options):
 
     model: Shape = Shape.QWEN3_8B
     """Whose shapes."""
-    folder: Path = SHARED_MEMORY
-    """Where its config.json is put."""
-    mode: Mode = Mode.FP8KV
-    """What is in FP8: bf16, fp8 (weights) or fp8kv (weights and KV cache)."""
     case: tuple[str, ...] = (
         *("16x16x4096+512", "16x16x1024+2048", "32x8x4096+1024", "256x1x1024+512", "1024:256x1x256+512"),
     )
     """Groups x completions x prompt + output; may be repeated."""
-    repeats: int = 1
-    """Whole runs of each case; with more than one, one before them is not counted."""
-    graph_step: int = 32
-    """CUDA graphs for multiples of it, and for small powers of two."""
 
 
 def sizes_of(case: str) -> dict[str, int]:
@@ -64,29 +55,24 @@ def work_of(sizes: dict[str, int]) -> Work:
     return Work([[*system, *prompt] for prompt in prompts], sizes["n"], sizes["output_tokens"])
 
 
-def engine_of(cases: list[dict[str, int]], graph_step: int) -> dict[str, Any]:
+def engine_of(cases: list[dict[str, int]]) -> dict[str, Any]:
     """Return the settings of an engine that the cases just fit."""
     sequences = max(sizes["groups"] * sizes["n"] for sizes in cases)
     longest = max(sizes["system_tokens"] + sizes["prompt_tokens"] + sizes["output_tokens"] for sizes in cases)
-    return {
-        "block_size": 64,
-        "max_num_batched_tokens": 8192,
-        "cuda_graph_sizes": graph_sizes(graph_step, sequences),
-        "max_model_len": -(-(longest + 8) // 64) * 64,  # a run's mark stands before each prompt
-        "max_num_seqs": sequences,
-        "staging": "none",
-    }
+    # a run's mark stands before each prompt
+    limits = {"max_model_len": -(-(longest + 8) // 64) * 64, "max_num_seqs": sequences, "staging": "none"}
+    return EngineOptions().settings(sequences) | limits
 
 
 async def measure(
     backend: str, path: Path, options: GroupOptions, engine: dict[str, Any], cases: list[dict[str, int]]
 ) -> list[Case]:
     """Run all cases on one engine."""
-    settings = settings_of(options.mode, path, path.parent / backend, engine | {"attention_backend": backend})
-    found = [Case(options.model, options.mode, backend, None) for _ in cases]
+    settings = settings_of(Mode.FP8KV, path, path.parent / backend, engine | {"attention_backend": backend})
+    found = [Case(options.model, Mode.FP8KV, backend, None) for _ in cases]
     async with bare(ServiceConfig.model_validate(settings), found) as generate:
         for sizes, case in zip(cases, found, strict=True):
-            await take_turns(work_of(sizes), options.repeats, {backend: generate}, {backend: case})
+            await take_turns(work_of(sizes), 1, {backend: generate}, {backend: case})
             print(f"{backend} {sizes}: {statistics.median(case.rates):.0f} tokens/s", flush=True)
     return found
 
@@ -98,7 +84,7 @@ def compare(options: GroupOptions, sizes: dict[str, int], group: Case, baseline:
     samples = {"baseline": baseline.as_json()["samples"], "group": group.as_json()["samples"]}
     return {
         "model": options.model,
-        "mode": options.mode,
+        "mode": Mode.FP8KV,
         **sizes,
         "tokens_per_s": rate,
         "baseline_tokens_per_s": baseline_rate,
@@ -113,8 +99,8 @@ def compare(options: GroupOptions, sizes: dict[str, int], group: Case, baseline:
 def main(options: GroupOptions) -> None:
     """Measure, and add each case to benchmarks/results/<machine>/group_attention.json."""
     cases = [sizes_of(case) for case in options.case]
-    engine = engine_of(cases, options.graph_step)
-    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+    engine = engine_of(cases)
+    with tempfile.TemporaryDirectory() as temporary:
         path = write_config(options.model, Path(temporary) / options.model)
         baseline, group = (asyncio.run(measure(each, path, options, engine, cases)) for each in BACKENDS)
     found = [compare(options, *each) | {"engine": engine} for each in zip(cases, group, baseline, strict=True)]

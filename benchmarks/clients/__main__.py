@@ -65,9 +65,6 @@ class ClientRecorder:
                 yield {
                     "client": client.name,
                     "version": client.version(),
-                    "rollouts": client.rollouts,
-                    "weights": client.weights,
-                    "tested": client.tested,
                     "tests": len(outcomes),
                     "passed": all(outcome == "passed" for outcome in outcomes),
                 }

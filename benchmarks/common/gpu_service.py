@@ -14,12 +14,12 @@ import yaml
 from safetensors.torch import save_file
 
 from benchmarks.common.command import Options
-from benchmarks.common.paths import CPU_DEPLOYMENT, SHARED_MEMORY
 from benchmarks.common.shapes import Shape, gaussian, write_config
-from benchmarks.common.work import WorkOptions
+from benchmarks.common.work import PUBLISHED, TINY, WorkOptions, random_prompts
 from rollout_service.config.deployment_file import BUILDER
 from rollout_service.local import LocalService, running_service
 from rollout_service.model.served_model import ServedModel
+from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.runtime.threads import in_threads
 
 Settings = dict[str, dict[str, Any]]
@@ -43,56 +43,45 @@ ENGINES_SHARE = 0.85  # of the GPU's memory, for all engines; the ingest and a t
 
 
 class ModelOptions(Options):
-    """The model and its service."""
+    """The model."""
 
-    model: Shape = Shape.QWEN3_8B
-    """Whose shapes."""
-    folder: Path = SHARED_MEMORY
-    """Where weights and versions are put."""
-    free: bool = False
-    """Remove the weights once version 0 is made; the transport path cannot do without."""
+    model: str = Shape.QWEN3_8B.value
+    """A published shape, or tiny."""
+    folder: Path = Path(tempfile.gettempdir()) / "shipped-models"
+    """Where weights are put; those of an earlier run are used again."""
+
+    def model_folder(self) -> Path:
+        """Return the model's folder; its random weights are written if it has none."""
+        here = (self.folder / self.model).absolute()
+        if not any(here.glob("*.safetensors")):
+            if self.model == "tiny":
+                make_tiny_qwen3(here)
+            else:
+                write_weights(write_config(Shape(self.model), here))
+                torch.cuda.empty_cache()
+        return here
+
+    def prompts(self, count: int, tokens: int) -> list[list[int]]:
+        """Return prompts of random tokens that the model has, each its own."""
+        return random_prompts([tokens] * count, token_ids=TINY if self.model == "tiny" else PUBLISHED)
 
 
 class EngineOptions(Options):
     """The engine."""
 
-    attention: str = "auto"
-    """engine.attention_backend."""
-    block_size: int | None = None
-    """Tokens of a page of the KV cache; vLLM's own choice if not given."""
-    batched_tokens: int | None = None
-    """Tokens of a step; vLLM's own choice if not given."""
-    graph_step: int | None = None
-    """CUDA graphs for multiples of it; vLLM's sizes if not given."""
-    staging: str = "auto"
-    """Where versions are staged: auto, device, host or none."""
-    kv_gb: float | None = None
-    """Of the KV cache; else what is left of the share, which vLLM measures: nothing else may start or end on the GPU
-    meanwhile."""
+    engine: str = ""
+    """Settings of ``engine`` that differ from the usual ones, in YAML: ``staging: none, block_size: 128``."""
 
     def settings(self, sequences: int) -> dict[str, Any]:
-        """Return them in the service's terms, with CUDA graphs for up to so many sequences."""
-        size = {} if self.kv_gb is None else {"extra": {"kv_cache_memory_bytes": int(self.kv_gb * 1e9)}}
-        return {
-            "attention_backend": self.attention,
-            "block_size": self.block_size,
-            "max_num_batched_tokens": self.batched_tokens,
-            "cuda_graph_sizes": graph_sizes(self.graph_step, sequences),
-            "staging": self.staging,
-            **size,
-        }
+        """Return the engine's settings, with CUDA graphs for up to so many sequences."""
+        usual = {"block_size": 64, "max_num_batched_tokens": 8192, "cuda_graph_sizes": graph_sizes(sequences)}
+        different: dict[str, Any] = yaml.safe_load(f"{{{self.engine}}}")
+        return usual | different
 
 
-def usual_engine(sequences: int) -> dict[str, Any]:
-    """Return the settings of the engine where a benchmark has no options for it."""
-    return EngineOptions(block_size=64, batched_tokens=8192, graph_step=16).settings(sequences)
-
-
-def graph_sizes(step: int | None, sequences: int) -> list[int] | None:
-    """Small powers of two, then every multiple of ``step`` up to all sequences at once; None: vLLM's own."""
-    if step is None:
-        return None
-    return sorted({size for size in (1, 2, 4, 8) if size < step} | set(range(step, sequences + step, step)))
+def graph_sizes(sequences: int) -> list[int]:
+    """Return small powers of two, then every multiple of 16 up to all sequences at once."""
+    return [1, 2, 4, 8, *range(16, sequences + 16, 16)]
 
 
 def fitting(work: WorkOptions) -> dict[str, Any]:
@@ -125,46 +114,6 @@ def serving(settings: Settings, folder: Path, verbose: bool = False) -> Iterator
         yield service
 
 
-@contextmanager
-def serving_random_weights(
-    model: ModelOptions, engine: dict[str, Any], **sections: dict[str, Any]
-) -> Iterator[tuple[LocalService, Path]]:
-    """Serve random weights in FP8 with an FP8 KV cache; yield the service and the folder of its BF16 files."""
-    with random_weights(model) as path, serving_weights(path, engine, **sections) as service:
-        if model.free:
-            remove_weights(path)
-        yield service, path
-
-
-@contextmanager
-def random_weights(model: ModelOptions) -> Iterator[Path]:
-    """Write random BF16 weights of the model's shapes, and yield their folder, until the block ends."""
-    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
-        path = write_config(model.model, Path(temporary) / model.model)
-        write_weights(path)
-        yield path
-
-
-@contextmanager
-def serving_weights(path: Path, engine: dict[str, Any], **sections: dict[str, Any]) -> Iterator[LocalService]:
-    """Serve the weights at ``path`` as ``serving_random_weights`` does; the log is beside them."""
-    settings = laid_over(settings_of(Mode.FP8KV, path, path.parent, engine), sections)
-    with serving(settings, path.parent) as service:
-        yield service
-
-
-@contextmanager
-def serving_tiny_model(**sections: dict[str, Any]) -> Iterator[LocalService]:
-    """Run the shipped CPU deployment with the tiny model. ``sections`` are laid over its settings."""
-    with tempfile.TemporaryDirectory() as folder:
-        own: Settings = {
-            "model": {"path": f"{folder}/tiny-qwen3"},
-            "weights": {"root": f"{folder}/log", "source_roots": [folder]},
-        }
-        with running_service(CPU_DEPLOYMENT, laid_over(own, sections)) as service:
-            yield service
-
-
 def laid_over(*layers: Settings) -> Settings:
     """Return the layers in one, field by field; the last has the final say."""
     found: Settings = {}
@@ -191,9 +140,3 @@ def write_weights(folder: Path) -> None:
 
     list(in_threads(write, range(len(files))))
     torch.cuda.empty_cache()
-
-
-def remove_weights(folder: Path) -> None:
-    """Remove the files of ``write_weights``: room in memory, if the folder is there."""
-    for file in folder.glob("*.safetensors"):
-        file.unlink()

@@ -4,9 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def _end(started: subprocess.Popen[bytes], grace_s: float) -> None:
     with suppress(ProcessLookupError):
         os.killpg(started.pid, signal.SIGKILL)  # what it left behind, too
     started.wait()
+
+
+def wait_until(reached: Callable[[], object], running: subprocess.Popen[bytes], limit_s: float, log: Path) -> None:
+    """Return once it is reached. Raises RuntimeError if the process ends before, or takes longer than ``limit_s``."""
+    deadline = time.monotonic() + limit_s
+    while not reached():
+        if running.poll() is not None:
+            raise RuntimeError(f"{running.args!r} ended with status {running.returncode}: its output is in {log}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{running.args!r} was not ready in {limit_s:.0f} s: its output is in {log}")
+        time.sleep(0.2)
 
 
 def is_healthy(url: str) -> bool:

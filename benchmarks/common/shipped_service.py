@@ -1,54 +1,33 @@
 """The service as `rollout-service serve FOLDER` starts it, with random weights of a published shape."""
 
-import os
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from benchmarks.common.command import Options
-from benchmarks.common.gpu_service import write_weights
-from benchmarks.common.processes import ROLLOUT_SERVICE, is_healthy
-from benchmarks.common.shapes import Shape, write_config
+from benchmarks.common.gpu_service import ModelOptions
+from benchmarks.common.processes import ROLLOUT_SERVICE, is_healthy, process, wait_until
 from rollout_service.client import SyncRolloutClient
-from rollout_service.model.tiny import make_tiny_qwen3
 
 START_LIMIT_S = 600
 _END_S = 60
-_SERVE_RUN = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run"]
+_SERVE = "import sys, yaml; from rollout_service.cli.serve import run; run(yaml.safe_load(open(sys.argv[1])))"
+"""What ``rollout-service serve`` does with its configuration."""
 
 
-class ServedOptions(Options):
+class ServedOptions(ModelOptions):
     """The model and its service."""
 
-    model: str = Shape.QWEN3_8B.value
-    """A published shape, or tiny."""
-    folder: Path = Path(tempfile.gettempdir()) / "shipped-models"
-    """Where weights are put; those of an earlier run are used again."""
     tensor_parallel: int = 1
     """GPUs of a replica."""
     gpu_share: float | None = None
     """engine.gpu_memory_utilization; the shipped one if not given."""
     port: int = 8000
-
-    def model_folder(self) -> Path:
-        """Return the model's folder; its random weights are written if it has none."""
-        here = self.folder / self.model
-        if not any(here.glob("*.safetensors")):
-            if self.model == "tiny":
-                make_tiny_qwen3(here)
-            else:
-                write_weights(write_config(Shape(self.model), here))
-                torch.cuda.empty_cache()
-        return here
 
 
 def shipped_arguments(served: ServedOptions, replicas: str, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -74,20 +53,11 @@ def shipped_service(
     deployment = served.folder / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))
     url, started = f"http://127.0.0.1:{served.port}", time.monotonic()
-    with (served.folder / "serve.log").open("w") as log:
-        # a session of its own: Ctrl-C ends this process first, which then ends the service
-        service = subprocess.Popen(
-            [*_SERVE_RUN, str(deployment)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        _wait(url, service, started)
+    command = [sys.executable, "-c", _SERVE, str(deployment)]
+    log = served.folder / "serve.log"
+    with process(command, log, folder=Path.cwd(), environment={}, grace_s=_END_S) as service:
+        wait_until(lambda: is_healthy(url), service, START_LIMIT_S, log)
         yield url, {"start_s": round(time.monotonic() - started, 1)}
-    finally:
-        service.send_signal(signal.SIGINT)
-        try:
-            service.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(service.pid, signal.SIGKILL)
 
 
 def wait_until_ready(client: SyncRolloutClient, replicas: int, before: frozenset[str] = frozenset()) -> float:
@@ -100,11 +70,3 @@ def wait_until_ready(client: SyncRolloutClient, replicas: int, before: frozenset
         if time.monotonic() - started > START_LIMIT_S:
             raise RuntimeError(f"{len(ready)} of {replicas} replicas are ready: the service's output is in serve.log")
         time.sleep(0.25)
-
-
-def _wait(url: str, service: subprocess.Popen[bytes], started: float) -> None:
-    """Return once the service answers. Raises RuntimeError if it ends, or takes longer than ten minutes."""
-    while not is_healthy(url):
-        if service.poll() is not None or time.monotonic() - started > START_LIMIT_S:
-            raise RuntimeError("the service did not start: its output is in serve.log")
-        time.sleep(0.5)

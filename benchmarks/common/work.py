@@ -13,7 +13,7 @@ from benchmarks.common.command import Options
 from benchmarks.common.results import Json
 from rollout_service.protocol.sampling import Sampling
 
-PUBLISHED = range(1000, 150_000)  # token ids that the published shapes have
+PUBLISHED, TINY = range(1000, 150_000), range(5, 95)  # token ids that the published shapes have, and the tiny model
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,11 @@ class WorkOptions(Options):
         return {"groups": self.groups, "n": self.n, "prompt_tokens": prompt_tokens, "output_tokens": self.out}
 
 
-def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+def random_prompts(lengths: list[int], seed: int = 0, token_ids: range = PUBLISHED) -> list[list[int]]:
     """Return one prompt of each length, always the same of a seed."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(PUBLISHED.start, PUBLISHED.stop, (length,), generator=generator).tolist() for length in lengths
-    ]
+    bounds = token_ids.start, token_ids.stop
+    return [torch.randint(*bounds, (length,), generator=generator).tolist() for length in lengths]
 
 
 class Made(Protocol):

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.common.paths import CPU_DEPLOYMENT
 from benchmarks.faults.update_marker import marked_updates
+from benchmarks.update.busy import busy
 from rollout_service.client import RolloutClient
 from rollout_service.client._http import error_of
 from rollout_service.engine.environment import engine_environment
@@ -29,6 +30,7 @@ from tests.support.processes import descendants
 from tests.support.telltale import CANDIDATES, assert_bounded, assert_pure, canary_weights
 
 CONCURRENCY, EASED = 16, 4
+EVERY_S = 0.2  # between two looks at a state
 PROMPT, MAX_TOKENS = [5, 6, 7, 8], 48
 SESSION_PROMPT, TURNS = 10 * PROMPT, 6
 REPLICAS = 2
@@ -68,8 +70,11 @@ class Load:
     def ease(self) -> None:
         self.eased = True
 
-    async def once(self, client: RolloutClient) -> None:
-        """Make one request, or one session."""
+    async def once(self, client: RolloutClient, number: int) -> None:
+        """Make one request, or one session, as caller ``number``."""
+        if self.eased and number >= EASED:
+            await asyncio.sleep(EVERY_S)
+            return
         if self.kv_max_age is None:
             await self._ask(client, PROMPT)
             return
@@ -107,19 +112,10 @@ class Load:
 @asynccontextmanager
 async def load(url: str, concurrency: int, kv_max_age: int | None = None) -> AsyncIterator[Load]:
     """``concurrency`` requests at any time until the block ends; those under way are waited for."""
-    result, stop = Load(kv_max_age), asyncio.Event()
-
-    async def work(client: RolloutClient, number: int) -> None:
-        while not stop.is_set() and not (result.eased and number >= EASED):
-            await result.once(client)
-
-    async with RolloutClient(url, retries=12) as client, asyncio.TaskGroup() as group:
-        for number in range(concurrency):
-            group.create_task(work(client, number))
-        try:
-            yield result
-        finally:
-            stop.set()
+    result = Load(kv_max_age)
+    client = RolloutClient(url, retries=12)
+    async with client, busy(concurrency, lambda number: result.once(client, number)):
+        yield result
 
 
 @dataclass

@@ -86,7 +86,6 @@ class Model(StrEnum):
     QWEN3_MOE = "qwen3_moe"
     QWEN2 = "qwen2"
     LLAMA = "llama"
-    MISTRAL = "mistral"
     QWEN3_30B_A3B = "qwen3_30b_a3b"
 
 

@@ -10,9 +10,10 @@ second over that of a large copy in the same run. On a GPU, all linear layers of
 
 import math
 import statistics
-import time
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,33 +21,19 @@ import torch
 from benchmarks.common import results
 from benchmarks.common.command import run
 from benchmarks.common.results import Json
-from benchmarks.common.shapes import gaussian
+from benchmarks.common.shapes import Shape, gaussian, write_config
 from benchmarks.common.timing import copy_seconds, event_seconds, wall_seconds
+from rollout_service.model.served_model import ServedModel
 from rollout_service.quant.blockwise import quantize_blockwise
 from rollout_service.quant.formats import FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 
 BYTES_A_WEIGHT = 3
-CHANNELS = (FP8_CHANNEL, INT8_CHANNEL)
+FORMATS = {"ours": FP8_BLOCK, "ours, fp8_channel": FP8_CHANNEL, "ours, int8_channel": INT8_CHANNEL}
 CPU_SHAPES = ((256, 768), (4096, 4096), (12288, 4096))
 COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 28}
 
 Shapes = Sequence[tuple[int, ...]]
-QWEN3_8B: Shapes = [
-    (4096, 4096),
-    (1024, 4096),
-    (1024, 4096),
-    (4096, 4096),
-    (12288, 4096),
-    (12288, 4096),
-    (4096, 12288),
-] * 36
-QWEN3_30B_A3B: Shapes = (
-    [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)] + [(768, 2048), (768, 2048), (2048, 768)] * 128
-) * 48
-MODELS = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_30B_A3B}
-"""The linear layers of one forward pass, as their published configs give them."""
-
-Quantize = Callable[[torch.Tensor], Any]
+MODELS = (Shape.QWEN3_8B, Shape.QWEN3_30B_A3B)
 
 
 def vllm(weight: torch.Tensor) -> Any:
@@ -56,7 +43,9 @@ def vllm(weight: torch.Tensor) -> Any:
 
 
 def gpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Json]:
-    for name, shapes in MODELS.items():
+    for name in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            shapes = list(ServedModel.load(write_config(name, Path(folder))).linears.values())
         yield from model_cases(name, shapes, copy_gb_s, repeats)
 
 
@@ -66,25 +55,13 @@ def model_cases(name: str, shapes: Shapes, copy_gb_s: float, repeats: int) -> It
     from rollout_service.quant.cuda import GroupedQuantization
 
     weights = list(carve(gaussian((sum(r * c for r, c in shapes),)), shapes))
-    codes, scales = outputs(weights)
     moved = sum(w.numel() for w in weights) * BYTES_A_WEIGHT
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    started = time.perf_counter()
-    prepared = GroupedQuantization(weights, codes, scales)
-    prepare_s = time.perf_counter() - started
-    seconds = event_seconds(prepared.run, repeats)
-    extra = {
-        "matrices": float(len(weights)),
-        "launches": float(prepared.launches),
-        "prepare_s": prepare_s,
-        "peak_bytes_beyond_output": float(torch.cuda.max_memory_allocated() - before),
-    }
-    yield case(name, "ours", moved, seconds, copy_gb_s, extra)
-    for form in CHANNELS:
-        by_channel = GroupedQuantization(weights, *outputs(weights, form), form=form)
-        yield case(name, f"ours, {form.name}", moved, event_seconds(by_channel.run, repeats), copy_gb_s)
-        del by_channel
+    for kernel, form in FORMATS.items():
+        prepared = GroupedQuantization(weights, *outputs(weights, form), form=form)
+        counts = {"matrices": len(weights), "launches": prepared.launches}
+        yield case(name, kernel, moved, event_seconds(prepared.run, repeats), copy_gb_s) | counts
+        del prepared
+    codes, scales = outputs(weights, FP8_BLOCK)
     triples = list(zip(weights, codes, scales, strict=True))
 
     def by_yardstick() -> None:
@@ -99,9 +76,7 @@ def model_cases(name: str, shapes: Shapes, copy_gb_s: float, repeats: int) -> It
         yield case(name, kernel, moved, event_seconds(call, min(repeats, 3)), copy_gb_s)
 
 
-def outputs(
-    weights: list[torch.Tensor], form: WeightFormat = FP8_BLOCK
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def outputs(weights: list[torch.Tensor], form: WeightFormat) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Codes and scales of all weights, in one bucket each."""
     codes = torch.empty(sum(w.numel() for w in weights), dtype=form.dtype, device="cuda")
     shapes = [form.scale_shape(tuple(w.shape)) for w in weights]
@@ -136,12 +111,9 @@ def cpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Json]:
             yield case(f"{shape[0]}x{shape[1]}", kernel, moved, wall_seconds(call, repeats), copy_gb_s)
 
 
-def case(
-    name: str, kernel: str, moved: int, seconds: list[float], copy_gb_s: float, extra: dict[str, float] | None = None
-) -> Json:
+def case(name: str, kernel: str, moved: int, seconds: list[float], copy_gb_s: float) -> Json:
     gb_s = moved / statistics.median(seconds) / 1e9
-    ratio = gb_s / copy_gb_s
-    return {"name": name, "kernel": kernel, "gb_s": gb_s, "ratio_to_copy": ratio, "seconds": seconds, **(extra or {})}
+    return {"name": name, "kernel": kernel, "gb_s": gb_s, "ratio_to_copy": gb_s / copy_gb_s, "seconds": seconds}
 
 
 def main(repeats: int = 21) -> None:

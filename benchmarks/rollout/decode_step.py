@@ -6,12 +6,11 @@
 Each ``--tried`` is a bare engine with random weights whose settings differ from the service's in what it names:
 ``argument=value`` of vLLM's AsyncEngineArgs, ``engine.setting=value`` of this service, or ``env.VARIABLE=value``, with
 values in YAML, several joined by ``;``. The engine without differences is measured first. Engines run one after another
-in processes of their own. With ``--together``, the others start at the same time and then take turns.
-``compilation_config={}`` leaves out the kernels of ``rollout_service/engine/kernels``.
+in processes of their own. ``compilation_config={}`` leaves out the kernels of ``rollout_service/engine/kernels``.
 
 For each engine: tokens/s; a step by the clock, from a short and a whole run; its kernels by kind, recorded over 20
 steps about the middle of a run; and the roofline of the same tokens (``benchmarks/rollout/roofline.py``). An engine
-that fails or exceeds its time is left out.
+that fails or exceeds its time has an ``error`` instead.
 """
 
 import asyncio
@@ -20,7 +19,6 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -32,9 +30,9 @@ import yaml
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.engine import bare_engine
-from benchmarks.common.gpu_service import ENGINES_SHARE, EngineOptions, Mode, ModelOptions, fitting, settings_of
+from benchmarks.common.gpu_service import EngineOptions, Mode, ModelOptions, fitting, settings_of
 from benchmarks.common.results import Json
-from benchmarks.common.shapes import write_config
+from benchmarks.common.shapes import Shape, write_config
 from benchmarks.common.step_profile import prepare, profiler_into, record
 from benchmarks.common.work import SHORT, Work, WorkOptions, sampled
 from benchmarks.rollout.roofline import GpuLimits, gpu_limits, roofline
@@ -55,10 +53,8 @@ class StepOptions(Options):
     """Settings of a further engine: ``argument=value; engine.setting=value; env.VARIABLE=value``. May be repeated."""
     repeats: int = 2
     """Runs of each engine by the clock."""
-    together: bool = False
-    """Start the other engines at the same time; --kv-gb must be given and all must fit into the GPU's memory."""
-    limit_s: float = 240.0
-    """Longest start, and longest measurement, of an engine."""
+    limit_s: float = 480.0
+    """Longest start and measurement of an engine."""
 
 
 @dataclass(frozen=True)
@@ -89,61 +85,40 @@ def differences(tried: str) -> tuple[dict[str, Any], dict[str, str], dict[str, A
     return engine, env, arguments
 
 
-class EngineProcess:
-    """A bare engine in another process, which measures when it is told to."""
-
-    def __init__(self, trial: Trial) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.trial = trial
-        self._began = time.monotonic()
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, trial))
-        self._process.start()
-        theirs.close()  # or the end of the other process would not be noticed
-
-    def wait_until_started(self) -> Json:
-        """Return the seconds of the start and the tokens of the KV cache. Raises RuntimeError if it fails."""
-        return self._receive(self._began + self.trial.options.limit_s)
-
-    def measure(self) -> Json:
-        """Return the figures. Raises RuntimeError if the engine fails."""
-        with suppress(ConnectionError):  # the answer then says that it has ended
-            self._connection.send("measure")
-        return self._receive(time.monotonic() + self.trial.options.limit_s)
-
-    def _receive(self, until: float) -> Json:
-        with suppress(EOFError, ConnectionError):
-            if not self._connection.poll(max(0.0, until - time.monotonic())):
-                raise RuntimeError(f"no answer in {self.trial.options.limit_s:.0f} s")
-            answer: Json = self._connection.recv()
-            return answer
-        raise RuntimeError("its process has ended; stderr has the error")
-
-    def stop(self) -> None:
-        """End the process, which ends its engine."""
-        self._connection.close()
-        self._process.join(30)
-        self._process.terminate()
-        self._process.join(30)
-        self._process.kill()
-        self._process.join()
+def measure_apart(trial: Trial) -> Json:
+    """Measure an engine in a process of its own; return its figures, or its ``error``."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_start_and_measure, args=(theirs, trial))
+    process.start()
+    theirs.close()  # or the end of the other process would not be noticed
+    try:
+        if not ours.poll(trial.options.limit_s):
+            return {"error": f"no answer in {trial.options.limit_s:.0f} s"}
+        found: Json = ours.recv()
+        process.join(30)  # it ends its engine
+    except EOFError:
+        return {"error": "its process has ended; stderr has the error"}
+    finally:
+        process.terminate()
+        process.join(30)
+        process.kill()
+        process.join()
+    return found
 
 
-def _serve(connection: Connection, trial: Trial) -> None:
-    asyncio.run(_measure_when_told(connection, trial))
+def _start_and_measure(connection: Connection, trial: Trial) -> None:
+    async def measure() -> None:
+        began = time.monotonic()
+        arguments = trial.arguments | {"profiler_config": profiler_into(trial.folder)}
+        async with bare_engine(ServiceConfig.model_validate(trial.settings), arguments=arguments) as engine:
+            await engine.label(0)  # the dummy weights' label is no version
+            await _generate(engine, trial.work, _WARM_UP_TOKENS)
+            start = {"start_s": time.monotonic() - began, "kv_tokens": engine.kv_cache_tokens}
+            print(f"{trial.tried or 'as shipped'}: {start}", flush=True)
+            connection.send(start | await _measure(engine, trial))
 
-
-async def _measure_when_told(connection: Connection, trial: Trial) -> None:
-    began = time.monotonic()
-    arguments = trial.arguments | {"profiler_config": profiler_into(trial.folder)}
-    async with bare_engine(ServiceConfig.model_validate(trial.settings), arguments=arguments) as engine:
-        await engine.label(0)  # the dummy weights' label is no version
-        await _generate(engine, trial.work, _WARM_UP_TOKENS)
-        connection.send({"start_s": time.monotonic() - began, "kv_tokens": engine.kv_cache_tokens})
-        with suppress(EOFError):
-            await asyncio.to_thread(connection.recv)
-            connection.send(await _measure(engine, trial))
-            await asyncio.to_thread(connection.recv)
+    asyncio.run(measure())
 
 
 async def _measure(engine: EngineAdapter, trial: Trial) -> Json:
@@ -204,31 +179,6 @@ def middle(tokens: int) -> float:
     return (tokens // SHORT + tokens) / 2
 
 
-def measure_all(trials: list[Trial]) -> Iterator[tuple[Trial, Json]]:
-    """Yield the figures of each engine, or its ``error``. The first runs alone."""
-    together = trials[0].options.together
-    for batch in (trials[:1], trials[1:]) if together else ([trial] for trial in trials):
-        engines = [EngineProcess(trial) for trial in batch]
-        try:
-            started = [_try(engine.wait_until_started) for engine in engines]
-            for engine, start in zip(engines, started, strict=True):
-                print(f"{engine.trial.tried or 'as shipped'}: {start}", flush=True)
-                found = start if "error" in start else start | _try(engine.measure)
-                engine.stop()
-                yield engine.trial, found
-        finally:
-            for engine in engines:
-                engine.stop()
-
-
-def _try(call: Any) -> Json:
-    try:
-        found: Json = call()
-    except RuntimeError as error:
-        return {"error": str(error)}
-    return found
-
-
 def compare(found: Json, limits: GpuLimits, model: ServedModel, work: WorkOptions) -> Json:
     """Return the figures with the roofline, the share of it, and the clock's time by the kernels'."""
     if "error" in found:
@@ -244,26 +194,20 @@ def compare(found: Json, limits: GpuLimits, model: ServedModel, work: WorkOption
 
 def main(model: ModelOptions, options: StepOptions, work: WorkOptions, engine: EngineOptions) -> None:
     """Measure, and add the cases to benchmarks/results/<machine>/rollout_decode_step.json."""
+    tried = {each: differences(each) for each in ("", *options.tried)}
     limits = gpu_limits()
     base = fitting(work) | engine.settings(work.sequences)
-    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        path = write_config(model.model, folder / model.model)
+        path = write_config(Shape(model.model), folder / model.model)
         common: Json = {"model": path.name, "mode": Mode.FP8KV}
         common |= {"work": work.as_json(), "engine": base}
-        trials = []
-        tried = ["", *options.tried]
-        if options.together:
-            base |= {"gpu_memory_utilization": round(ENGINES_SHARE / max(1, len(options.tried)), 3)}
-        for number, each in enumerate(tried):
-            own, env, arguments = differences(each)
+        served = ServedModel.load(path)
+        for number, (each, (own, env, arguments)) in enumerate(tried.items()):
             (traces := folder / f"traces-{number}").mkdir()
             settings = settings_of(Mode.FP8KV, path, folder, base | {"env": env} | own)
-            trials.append(Trial(each, settings, arguments, work.make(), options, traces))
-        served = ServedModel.load(path)
-        for trial, measured in measure_all(trials):
-            found = compare(measured, limits, served, work)
-            case = common | {"tried": trial.tried} | found
+            measured = measure_apart(Trial(each, settings, arguments, work.make(), options, traces))
+            case = common | {"tried": each} | compare(measured, limits, served, work)
             results.add(RESULT, [case], SAME)
 
 

@@ -33,7 +33,6 @@ from benchmarks.common import results
 from benchmarks.common.command import run
 from benchmarks.common.processes import raise_at_sigterm
 from benchmarks.common.shipped_service import START_LIMIT_S, ServedOptions, shipped_service
-from benchmarks.common.work import random_prompts
 from benchmarks.soak.strike import victims
 from benchmarks.update.busy import busy
 from rollout_service.client import RolloutClient
@@ -105,15 +104,8 @@ class Load:
 
     def on(self, groups: int) -> AbstractAsyncContextManager[None]:
         """Keep so many groups under way until the block ends; those under way then are waited for."""
-        self.prompts = prompts(self.asked, groups)
+        self.prompts = self.asked.prompts(groups, self.asked.prompt_tokens)
         return busy(groups, self.group)
-
-
-def prompts(asked: RolloutOptions, count: int) -> list[list[int]]:
-    """Return prompts of random tokens, each group's its own."""
-    if asked.model == "tiny":
-        return [[5 + (number + token) % 90 for token in range(asked.prompt_tokens)] for number in range(count)]
-    return random_prompts([asked.prompt_tokens] * count)
 
 
 async def rate_of_groups(
@@ -125,7 +117,7 @@ async def rate_of_groups(
     """Run all rollouts at once, several times; return the tokens/s."""
     groups = replicas * asked.rollouts // GROUP
     rates = list[float]()
-    every = prompts(asked, groups * (asked.repeats + 1))
+    every = asked.prompts(groups * (asked.repeats + 1), asked.prompt_tokens)
     for repeat in range(asked.repeats + 1):  # the first is a warm-up
         mine = every[repeat * groups : (repeat + 1) * groups]
         started = time.perf_counter()

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.common import results
-from benchmarks.common.command import Options, run
-from benchmarks.common.gpu_service import EngineOptions, ModelOptions, serving_random_weights, serving_tiny_model
+from benchmarks.common.command import run
+from benchmarks.common.shipped_service import ServedOptions, shipped_service
 from rollout_service.client import RolloutClient
 from rollout_service.client._generate import GenerateOptions
-from rollout_service.local import LocalService
 
 RESULT = "rollout_sessions"
 SAME = ("model", "side", "kv_cache", "work")
@@ -37,8 +36,8 @@ class Side(StrEnum):
     SESSIONS = "sessions"  # the same calls with session ids
 
 
-class AgentOptions(Options):
-    """The agents."""
+class AgentOptions(ServedOptions):
+    """The service and its agents."""
 
     small: bool = False
     """The tiny model on the CPU, with a small run's numbers in place of all below."""
@@ -76,11 +75,11 @@ class AgentOptions(Options):
         }
 
     def work(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"small", "side", "kv_cache"}, exclude_none=True)
+        return self.model_dump(include={*SMALL, "memory"})
 
 
 SMALL = {"sessions": 16, "turns": 16, "tokens": 3840, "turn_tokens": 16, "tool_s": 0.2, "update_s": 30.0}
-"""Options of a run on the CPU."""
+"""Options of a run on the CPU, with the tiny model."""
 
 
 @dataclass
@@ -140,14 +139,13 @@ async def push_periodically(client: RolloutClient, weights: Path, period_s: floa
         case.updates += 1
 
 
-async def measure(service: LocalService, work: AgentOptions, name: str) -> None:
+async def measure(url: str, work: AgentOptions, model: Path) -> None:
     """Run the sides one after the other, and write each to benchmarks/results/<machine>/rollout_sessions.json."""
-    path = service.config.model.path
-    async with RolloutClient(service.url, retries=12) as client:
+    async with RolloutClient(url, retries=12) as client:
         load = (await client.fleet()).replicas[0].load
         for side in work.side:
-            case = Case(name, side, work.kv_cache, work.work(), load.kv_cache_tokens if load else 0)
-            pushing = asyncio.create_task(push_periodically(client, path, work.update_s, case))
+            case = Case(work.model, side, work.kv_cache, work.work(), load.kv_cache_tokens if load else 0)
+            pushing = asyncio.create_task(push_periodically(client, model, work.update_s, case))
             began = time.monotonic()
             try:
                 async with asyncio.TaskGroup() as group:
@@ -160,17 +158,13 @@ async def measure(service: LocalService, work: AgentOptions, name: str) -> None:
             results.add(RESULT, [case.as_json()], SAME)
 
 
-def main(agents: AgentOptions, model: ModelOptions, engine: EngineOptions) -> None:
+def main(asked: AgentOptions) -> None:
     """Start the service, and measure."""
-    work = agents.model_copy(update=SMALL) if agents.small else agents
-    kv_cache = {"kv_cache_on_update": work.kv_cache}
-    if agents.small:
-        with serving_tiny_model(engine=work.engine(), weights=kv_cache) as service:
-            asyncio.run(measure(service, work, "tiny-qwen3"))
-    else:
-        settings = engine.settings(work.sessions) | work.engine()
-        with serving_random_weights(model, settings, weights=kv_cache) as (service, _):
-            asyncio.run(measure(service, work, str(model.model)))
+    work = asked.model_copy(update=SMALL | {"model": "tiny"}) if asked.small else asked
+    model = work.model_folder()
+    weights = {"kv_cache_on_update": work.kv_cache, "source_roots": [str(model)]}
+    with shipped_service(work, "1", engine=work.engine(), weights=weights) as (url, _):
+        asyncio.run(measure(url, work, model))
 
 
 if __name__ == "__main__":

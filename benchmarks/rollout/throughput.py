@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -37,16 +36,14 @@ from benchmarks.common.gpu_service import (
     ModelOptions,
     Settings,
     fitting,
-    remove_weights,
     serving,
     settings_of,
-    write_weights,
 )
-from benchmarks.common.shapes import write_config
+from benchmarks.common.paths import SHARED_MEMORY
+from benchmarks.common.shapes import Shape, write_config
 from benchmarks.common.work import Case, Generate, Made, WorkOptions, take_turns
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
-from rollout_service.local import LocalService
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.store.log import WeightLog
 
@@ -76,8 +73,6 @@ class SideOptions(Options):
     """All the GPU memory that an engine may use."""
     service_share: float = 0.5
     """The service's part of the memory of both engines."""
-    bare_staging: str | None = None
-    """Of the bare engine; without an area for versions that never come, two large models fit on a GPU."""
 
     @property
     def both(self) -> bool:
@@ -90,43 +85,32 @@ class SideOptions(Options):
         return round(ENGINES_SHARE * of_all, 4)
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """One mode of one model: a load's work and each side's figures with it."""
+Load = tuple[WorkOptions, dict[str, Case]]
+"""Some work, and each side's figures with it."""
 
-    settings: Settings
-    loads: list[tuple[WorkOptions, dict[str, Case]]]
-    sides: SideOptions
-    common: dict[str, Any]  # fields that the result gives every case
 
-    async def alone(self) -> None:
-        """Measure the bare engine, without a service."""
-        async with bare(ServiceConfig.model_validate(self.settings), self.cases(Side.BARE)) as generate:
-            await self._take_turns({Side.BARE: generate})
-
-    async def served(self, service: LocalService) -> None:
-        """Measure HTTP. A bare engine among the sides lives beside the service's and takes turns with it."""
-        async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(RolloutClient(service.url))
-            ways: dict[str, Generate] = {Side.HTTP: over_http(client)}
-            if Side.BARE in self.sides.side:
-                share = self.sides.memory_share(1 - self.sides.service_share)
-                own = {"gpu_memory_utilization": share, "staging": self.sides.bare_staging}
-                own = {name: value for name, value in own.items() if value is not None}
-                engine = service.config.engine.model_copy(update=own)
-                beside = bare(service.config.model_copy(update={"engine": engine}), self.cases(Side.BARE))
-                ways[Side.BARE] = await stack.enter_async_context(beside)
-            await self._take_turns(ways)
-
-    def cases(self, side: Side) -> list[Case]:
-        """Return the side's case of each load."""
-        return [cases[side] for _, cases in self.loads]
-
-    async def _take_turns(self, ways: dict[str, Generate]) -> None:
-        for number, (work, cases) in enumerate(self.loads):  # other prompts than before, which the prefix cache has
-            await take_turns(work.make(seed=number), self.sides.repeats, {side: ways[side] for side in cases}, cases)
-            common = self.common | {"work": work.as_json()}
-            results.add(RESULT, [case.as_json() | common for case in cases.values()], SAME)
+async def measure(
+    settings: Settings, loads: list[Load], sides: SideOptions, common: dict[str, Any], folder: Path
+) -> None:
+    """Measure one mode of one model. ``common``: fields that the result gives every case."""
+    config, ways, started = ServiceConfig.model_validate(settings), dict[str, Generate](), time.perf_counter()
+    async with AsyncExitStack() as stack:
+        if Side.HTTP in sides.side:
+            service = stack.enter_context(serving(settings, folder))
+            for _, cases in loads:
+                cases[Side.HTTP].start_s = time.perf_counter() - started
+            ways[Side.HTTP] = over_http(await stack.enter_async_context(RolloutClient(service.url)))
+            # without an area for versions that never come, two large models fit on a GPU
+            share = sides.memory_share(1 - sides.service_share)
+            beside = service.config.engine.model_copy(update={"gpu_memory_utilization": share, "staging": "none"})
+            config = service.config.model_copy(update={"engine": beside})
+        if Side.BARE in sides.side:
+            own = [cases[Side.BARE] for _, cases in loads]
+            ways[Side.BARE] = await stack.enter_async_context(bare(config, own))
+        for number, (work, cases) in enumerate(loads):  # other prompts than before, which the prefix cache has
+            await take_turns(work.make(seed=number), sides.repeats, {side: ways[side] for side in cases}, cases)
+            found = [case.as_json() | common | {"work": work.as_json()} for case in cases.values()]
+            results.add(RESULT, found, SAME)
 
 
 @asynccontextmanager
@@ -156,20 +140,6 @@ def over_http(client: RolloutClient) -> Generate:
     return generate
 
 
-def measure_served(each: Throughput, model: ModelOptions, path: Path) -> None:
-    """Measure the whole service."""
-    if not any(path.glob("*.safetensors")):
-        write_weights(path)
-    started = time.perf_counter()
-    with serving(each.settings, path.parent) as service:
-        start_s = time.perf_counter() - started
-        if model.free:
-            remove_weights(path)
-        for case in each.cases(Side.HTTP):
-            case.start_s = start_s
-        asyncio.run(each.served(service))
-
-
 def main(model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: EngineOptions) -> None:
     """Measure, and add the cases to benchmarks/results/<machine>/rollout_throughput.json."""
     engine_settings = engine.settings(work.sequences)
@@ -177,25 +147,22 @@ def main(model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: Eng
         "run": datetime.now(UTC).isoformat(timespec="seconds"),
         "engine": engine_settings,
         "service_share": sides.service_share if sides.both else None,
-        "bare_staging": sides.bare_staging,
     }
     share = sides.memory_share(sides.service_share if sides.both else 1.0)
     sizes = [work, *(work.model_copy(update={"groups": size, "n": 1}) for size in sides.tail)]
     measured = [side for side in Side if side in sides.side]
-    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
-        path = write_config(model.model, Path(temporary) / model.model)
+    path = write_config(Shape(model.model), model.folder / model.model)
+    if Side.HTTP in sides.side:
+        path = model.model_folder()
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         for mode in sides.mode:
             section = fitting(work) | engine_settings | {"gpu_memory_utilization": share}
-            settings = settings_of(mode, path, path.parent, section)
+            settings = settings_of(mode, path, Path(folder), section)
             loads = [
                 (size, {side.value: Case(model.model, mode, side, sides.envelope_gb) for side in measured})
                 for size in sizes
             ]
-            each = Throughput(settings, loads, sides, common)
-            if set(sides.side) == {Side.BARE}:
-                asyncio.run(each.alone())
-            else:
-                measure_served(each, model, path)
+            asyncio.run(measure(settings, loads, sides, common, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from benchmarks.faults.ground import Ground, Load, load, settings
 from benchmarks.soak.account import Diary
 from benchmarks.soak.callers import Probe, Pusher
 from benchmarks.soak.engines import EngineStarts
-from benchmarks.soak.report import is_clean, told_of_blows, told_of_outages, told_of_starts, told_of_waits
+from benchmarks.soak.report import is_clean, told_of_waits
 from benchmarks.soak.strike import Blow, Striker, send, strikes
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService, running_service
@@ -75,10 +75,9 @@ async def soak(service: LocalService, seed: int, minutes: float, replicas: int, 
         "versions": len(pusher.versions.committed),
         "lost_versions": len(pusher.versions.lost),
         "failed_pushes": pusher.failed,
-        **told_of_blows(striker.blows),
-        **told_of_outages(probe.timeline, ended_s, striker.blows),
+        "kills": len(striker.blows),
+        "not_recovered": sum(blow.waited and blow.whole_s is None for blow in striker.blows),
         **told_of_waits(probe.timeline, ended_s, striker.blows, starts.starts, starts.unserved),
-        **told_of_starts([start.seconds for start in starts.starts]),
     }
 
 

@@ -1,7 +1,5 @@
 """A run as a case of the results' file."""
 
-import statistics
-from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks.common.results import Json
@@ -11,26 +9,7 @@ from benchmarks.soak.engines import EngineStart
 from benchmarks.soak.strike import Blow
 
 NOTED_S = 1.0  # gaps between answers up to this are a busy machine's
-TOLD_S = 5.0  # longer outages are listed
 BEFORE_S = 2.0  # a strike so long before the last answer may have caused the gap after it: the answer was on its way
-
-
-def told_of_blows(blows: Sequence[Blow]) -> Json:
-    return {
-        "kills": len(blows),
-        "kills_by_signal": dict(Counter(blow.strike.signal for blow in blows)),
-        "kills_by_victim": dict(Counter(blow.strike.victim for blow in blows)),
-        "not_recovered": sum(blow.waited and blow.whole_s is None for blow in blows),
-    }
-
-
-def told_of_outages(timeline: Timeline, ended_s: float, blows: Sequence[Blow]) -> Json:
-    """Return the longest time without service, and what was struck in each outage longer than ``TOLD_S``."""
-    outages = []
-    for outage in timeline.outages(ended_s, TOLD_S):
-        struck = [f"{b.at_s:.1f} s: {b.strike.signal} to {b.strike.victim}" for b in struck_within(outage, blows)]
-        outages.append({"from_s": round(outage.from_s, 2), "seconds": round(outage.seconds, 2), "struck": struck})
-    return {"longest_outage_s": round(timeline.longest(ended_s).seconds, 2), "outages": outages}
 
 
 def struck_within(outage: Outage, blows: Sequence[Blow]) -> list[Blow]:
@@ -45,7 +24,8 @@ def told_of_waits(
     starts: Sequence[EngineStart],
     unserved: Sequence[tuple[float, float]],
 ) -> Json:
-    """Return what outages cost beyond the start of an engine, and how long they were while an engine lived."""
+    """Return the longest time without service, what outages cost beyond the start of an engine, and how long they were
+    while an engine lived."""
     beyond, beside = 0.0, 0.0
     for outage in timeline.outages(ended_s, NOTED_S):
         lost_s = sum(max(0.0, min(until, outage.until_s) - max(since, outage.from_s)) for since, until in unserved)
@@ -55,14 +35,11 @@ def told_of_waits(
         if ending:
             since_s = max([outage.from_s, *struck])
             beyond = max(beyond, outage.until_s - since_s - ending[0].seconds)
-    return {"longest_beyond_a_start_s": round(beyond, 2), "longest_with_a_live_engine_s": round(beside, 2)}
-
-
-def told_of_starts(seconds: Sequence[float]) -> Json:
     return {
-        "engine_starts": len(seconds),
-        "engine_start_s": round(statistics.median(seconds), 2) if seconds else None,
-        "engine_start_max_s": round(max(seconds), 2) if seconds else None,
+        "longest_outage_s": round(timeline.longest(ended_s).seconds, 2),
+        "longest_beyond_a_start_s": round(beyond, 2),
+        "longest_with_a_live_engine_s": round(beside, 2),
+        "engine_starts": len(starts),
     }
 
 

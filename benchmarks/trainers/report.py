@@ -10,8 +10,9 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 
+from benchmarks.common import results
 from benchmarks.common.marked import markdown_table, write_part
-from benchmarks.common.paths import PROJECT
+from benchmarks.common.paths import PROJECT, RESULTS
 
 PAGES = PROJECT / "docs/trainers"
 ENGINES = {"trl": "TRL's server", "verl": "verl's engine"}
@@ -32,13 +33,14 @@ def title_of(case: Case) -> str:
     return "this service, FP8" if case["side"] == "ours" else f"{ENGINES[case['trainer']]}, BF16"
 
 
-def write(cases: Sequence[Case], trainer: str, machine: str) -> None:
-    """Draw the figure and write the page's part. Raises ValueError without a case."""
-    found = sorted(
-        (case for case in cases if case["trainer"] == trainer), key=lambda case: [*COLORS].index(case["side"])
-    )
-    if not found:
-        raise ValueError(f"{machine} has no results of {NAMES[trainer]}: run --side ours and --side own there first")
+def write(trainer: str, result: str) -> None:
+    """Draw the figure and write the page's part from the kept result. Raises ValueError without one."""
+    files = sorted(RESULTS.glob(f"*/{result}.json"))
+    if not files:
+        raise ValueError(f"there are no results of {NAMES[trainer]}: run --side ours and --side own first")
+    machine = files[-1].parent.name
+    cases = {case["side"]: case for case in results.cases(result, machine_name=machine)}
+    found = [cases[side] for side in COLORS if side in cases]
     page, figure = PAGES / f"{trainer}.md", PAGES / f"{trainer}.png"
     draw(found, figure)
     write_part(

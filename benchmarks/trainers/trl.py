@@ -9,43 +9,33 @@ benchmarks/results/<machine>/trainers.json.
 """
 
 import sys
-from functools import partial
-from typing import Literal
+from pathlib import Path
 
 from benchmarks.common.command import run
-from benchmarks.trainers.sides import Run, SideOptions, folder_of, perform, service_command, steps_of
-
-RESULT = "trainers"
-Side = Literal["ours", "own"]
+from benchmarks.trainers.sides import Run, SideOptions, perform, service_command, steps_of
 
 
 class TrlOptions(SideOptions):
     """What is done."""
 
-    side: Side | None = None
-    """Whose server: this service's, or TRL's."""
     group_port: int = 51216
     """On which the trainer awaits the server; TRL's default."""
 
 
 def main(asked: TrlOptions) -> None:
     """Make the model, run one side, or report."""
-    perform(asked, "trl", RESULT, partial(processes, asked, asked.side) if asked.side else None)
+    perform(asked, "trl", processes)
 
 
-def processes(asked: TrlOptions, side: Side) -> Run:
+def processes(asked: TrlOptions, folder: Path) -> Run:
     """Return the processes of a side: its server as its documentation has users type it, and the same trainer."""
-    folder, model = folder_of(asked, "trl", side), str(asked.folder.absolute())
+    model = str(asked.folder.absolute())
     own = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--port", str(asked.port)]
     given = {"folder": model, "url": asked.url, "server-limit-s": asked.limit_s, "out": steps_of(folder)}
     given |= {"steps": asked.steps, "group-port": asked.group_port}
     options = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     return Run(
-        trainer="trl",
-        side=side,
-        result=RESULT,
-        folder=folder,
-        server=service_command(asked) if side == "ours" else own,
+        server=service_command(asked) if asked.side == "ours" else own,
         command=[sys.executable, "-m", "benchmarks.trainers.trl_training", *options],
     )
 

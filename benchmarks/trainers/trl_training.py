@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from benchmarks.common.command import Options, run
 from benchmarks.trainers.addition import MAX_TOKENS, problems, reward
-from benchmarks.trainers.sides import COMPLETIONS, LEARNING_RATE, NUM_QUESTIONS, PROMPTS
+from benchmarks.trainers.sides import COMPLETIONS, LEARNING_RATE, NUM_QUESTIONS, PROMPTS, with_rates
 from rollout_service.correction import measure_mismatch
 
 if TYPE_CHECKING:
@@ -125,8 +125,7 @@ class Steps(TrainerCallback):
             return
         tokens = sum(count for _, _, count in self._k3)
         self._write(
-            {"step": state.global_step}
-            | accounted(self._seconds, self._tokens)
+            with_rates({"step": state.global_step, "tokens": self._tokens, **self._seconds})
             | {name: logs[key] for name, key in FROM_TRL.items() if key in logs}
             | {
                 "k3": sum(k3 * count for k3, _, count in self._k3) / max(1, tokens),
@@ -160,19 +159,6 @@ class Steps(TrainerCallback):
             return compute_loss(model, inputs, *args, **kwargs)
 
         return compared
-
-
-def accounted(seconds: dict[str, float], tokens: int) -> dict[str, float]:
-    """Return where a step's seconds went, and its completion tokens a second of sampling."""
-    sync_s, rollout_s, step_s = (seconds[name] for name in ("sync_s", "rollout_s", "step_s"))
-    return {
-        "step_s": step_s,
-        "sync_s": sync_s,
-        "rollout_s": rollout_s,
-        "train_s": step_s - sync_s - rollout_s,
-        "tokens": tokens,
-        "tokens_per_s": tokens / rollout_s,
-    }
 
 
 if __name__ == "__main__":

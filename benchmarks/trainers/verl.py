@@ -11,9 +11,8 @@ and, for verl's own side, cupy-cuda13x.
 
 import itertools
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.common.command import run
 from benchmarks.common.paths import PROJECT
@@ -26,10 +25,10 @@ from benchmarks.trainers.sides import (
     Line,
     Run,
     SideOptions,
-    folder_of,
     perform,
     service_command,
     steps_of,
+    with_rates,
 )
 
 MICRO_BATCH_TOKENS = 32768  # tokens that the trainer computes at once
@@ -43,50 +42,34 @@ FROM_VERL = {  # name here → name in verl's logs
     "k3": "rollout_corr/k3_kl",
     "probability_error": "training/rollout_probs_diff_mean",
 }
-RESULT = "trainers_verl"
-Side = Literal["ours", "own"]
 _WITHOUT_TRL = "benchmarks.trainers.without_trl"
 EXTERNAL_MODULES = {"ours": [_WITHOUT_TRL], "own": [_WITHOUT_TRL, "benchmarks.trainers.vllm_for_verl"]}
 
 
-class VerlOptions(SideOptions):
-    """What is done."""
-
-    side: Side | None = None
-    """Whose engine: this service's, or verl's."""
-    limit_s: float = 330.0
-    """Seconds of one side, start included; what has been trained by then is the result."""
-
-
-def main(asked: VerlOptions) -> None:
+def main(asked: SideOptions) -> None:
     """Make the model, run one side, or report."""
-    perform(asked, "verl", RESULT, partial(processes, asked, asked.side) if asked.side else None)
+    perform(asked, "verl", processes)
 
 
-def processes(asked: VerlOptions, side: Side) -> Run:
+def processes(asked: SideOptions, folder: Path) -> Run:
     """Return the processes of a side, and write the questions beside the model."""
-    folder, questions = folder_of(asked, "verl", side), asked.folder.absolute() / "questions.parquet"
+    questions = asked.folder.absolute() / "questions.parquet"
     write_questions(questions)
     return Run(
-        trainer="verl",
-        side=side,
-        result=RESULT,
-        folder=folder,
-        server=service_command(asked) if side == "ours" else None,
-        is_server_first=True,
+        server=service_command(asked) if asked.side == "ours" else None,
         command=[
             *(sys.executable, "-m", "verl.trainer.main_ppo"),
             *trainer_options(asked, questions),
-            *engine_options(side, asked),
+            *engine_options(asked),
         ],
         environment={
             "VERL_FILE_LOGGER_PATH": str(steps_of(folder)),
             # at INFO verl 0.9.1 fails with hybrid_engine=False: it logs with an argument that logging does not take
             "VERL_LOGGING_LEVEL": "WARNING",
             # they adapt what is newer here than verl 0.9.1 knows
-            "VERL_USE_EXTERNAL_MODULES": ",".join(EXTERNAL_MODULES[side]),
+            "VERL_USE_EXTERNAL_MODULES": ",".join(EXTERNAL_MODULES[asked.side or "own"]),
         },
-        line=partial(step_of, completions=PROMPTS * COMPLETIONS),
+        line=step_of,
     )
 
 
@@ -107,7 +90,7 @@ def write_questions(file: Path) -> None:
     Dataset.from_list(rows).to_parquet(file)
 
 
-def trainer_options(asked: VerlOptions, questions: Path) -> list[str]:
+def trainer_options(asked: SideOptions, questions: Path) -> list[str]:
     """Return verl's options that are the same for every side: its defaults, but for sizes and what is not installed."""
     model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
     return [
@@ -149,11 +132,11 @@ def trainer_options(asked: VerlOptions, questions: Path) -> list[str]:
     ]
 
 
-def engine_options(side: Side, asked: VerlOptions) -> list[str]:
+def engine_options(asked: SideOptions) -> list[str]:
     """Return what each side's documentation has users write."""
     rollout = "actor_rollout_ref.rollout"
     one = [f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=1", f"{rollout}.tensor_model_parallel_size=1"]
-    if side == "ours":
+    if asked.side == "ours":
         return [
             *one,
             f"{rollout}.name=rollout_service",
@@ -163,17 +146,11 @@ def engine_options(side: Side, asked: VerlOptions) -> list[str]:
     return [*one, f"{rollout}.name=vllm", f"{rollout}.checkpoint_engine.backend=nccl"]
 
 
-def step_of(written: dict[str, Any], *, completions: int) -> Line:
+def step_of(written: dict[str, Any]) -> Line:
     """Return a step of verl's log. Raises KeyError if verl did not log one of its numbers."""
     line = {name: float(written["data"][key]) for name, key in FROM_VERL.items()}
-    tokens = round(line["mean_tokens"] * completions)
-    return {
-        "step": float(written["step"]),
-        **line,
-        "train_s": line["step_s"] - line["sync_s"] - line["rollout_s"],
-        "tokens": tokens,
-        "tokens_per_s": tokens / line["rollout_s"],
-    }
+    tokens = round(line["mean_tokens"] * PROMPTS * COMPLETIONS)
+    return with_rates({"step": float(written["step"]), **line, "tokens": tokens})
 
 
 if __name__ == "__main__":

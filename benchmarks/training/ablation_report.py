@@ -5,8 +5,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import matplotlib
 
@@ -100,44 +99,27 @@ class Run:
         """The number of steps made."""
         return len(self.curves.get("reward", ()))
 
+    def add(self, step: Mapping[str, float]) -> None:
+        """Add the numbers of a step."""
+        for name, value in step.items():
+            self.curves.setdefault(name, []).append(value)
+
+    def save(self, folder: Path) -> None:
+        """Write what is known of the run, in place of what is there of the same arm and seed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / "unfinished"
+        unfinished.write_text(json.dumps(asdict(self)))
+        unfinished.replace(run_file(folder, self.arm, self.seed))
+
 
 def run_file(folder: Path, arm: str, seed: int) -> Path:
     """Where a run is kept."""
-    return folder / f"{arm}_seed{seed}.jsonl"
-
-
-class RunFile:
-    """A run as it goes on: a line for its beginning, for each step, and for its end."""
-
-    def __init__(self, folder: Path, run: Run) -> None:
-        """Replace what is there of the same arm and seed."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = run_file(folder, run.arm, run.seed).open("w")
-        self.write({name: value for name, value in asdict(run).items() if name not in ("curves", "end")})
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line, at once."""
-        print(json.dumps(line), file=self._file, flush=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
+    return folder / f"{arm}_seed{seed}.json"
 
 
 def load_run(path: Path) -> Run | None:
     """Return what is there of a run; None if it has not begun."""
-    text = path.read_text() if path.is_file() else ""
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    if not lines:
-        return None
-    head, *steps = lines
-    end = steps.pop() if steps and "ended" in steps[-1] else {}
-    curves = {name: [step[name] for step in steps] for name in steps[0]} if steps else {}
-    return Run(**head, curves=curves, end=end)
+    return Run(**json.loads(path.read_text())) if path.is_file() else None
 
 
 def columns(run: Run, steps: int) -> dict[str, float]:

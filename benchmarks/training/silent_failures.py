@@ -27,7 +27,7 @@ from benchmarks.common.marked import markdown_table, write_part
 from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.common.processes import raise_at_sigterm
 from benchmarks.training.tasks import Setup
-from benchmarks.training.tis_ablation import AblationOptions, AdditionOptions, setup_of
+from benchmarks.training.tis_ablation import ADDITION_MODEL, setup_of
 from examples import grpo
 from rollout_service.client import SyncRolloutClient
 from rollout_service.local import running_service
@@ -71,7 +71,7 @@ class FailureOptions(Options):
 
     task: Literal["digits", "addition"] = "digits"
     """See tis_ablation."""
-    model: Path = Path(tempfile.gettempdir()) / "addition-moe"
+    model: Path = ADDITION_MODEL
     """Of the task addition."""
     failures: tuple[str, ...] = tuple(FAILURES)
     """Which; experts needs a mixture."""
@@ -79,10 +79,6 @@ class FailureOptions(Options):
     """Steps before the first wrong push."""
     steps: int = 24
     """Steps in all; a failure that nobody has noticed by then is reported as such."""
-    learning_rate: float = 5e-5
-    """Of the task addition: the highest."""
-    kv_gb: float = 12.0
-    """Of the task addition: the engine's KV cache."""
     report: bool = False
     """Measure nothing: write the table of docs/mismatch.md from the results of all machines."""
 
@@ -98,7 +94,8 @@ def main(options: FailureOptions) -> None:
     if unknown := set(options.failures) - set(FAILURES):
         raise typer.BadParameter(f"--failures {', '.join(sorted(unknown))}: there are {', '.join(FAILURES)}")
     with tempfile.TemporaryDirectory(prefix="silent-failures-") as folder:
-        measure_each(options, _setup(options, Path(folder)), Path(folder) / "log")
+        setup = setup_of(options.task, Path(folder), options.model)
+        measure_each(options, setup, Path(folder) / "log")
 
 
 def measure_each(options: FailureOptions, setup: Setup, log: Path) -> None:
@@ -113,11 +110,6 @@ def measure_each(options: FailureOptions, setup: Setup, log: Path) -> None:
                 continue
             case = measure(client, setup, model, service.config.model.path, name, options)
             results.add(RESULT, [case], ("task", "failure"))
-
-
-def _setup(options: FailureOptions, folder: Path) -> Setup:
-    addition = AdditionOptions(model=options.model, learning_rate=options.learning_rate, kv_gb=options.kv_gb)
-    return setup_of(AblationOptions(task=options.task, out=folder), addition)
 
 
 def measure(

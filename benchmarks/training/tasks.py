@@ -22,6 +22,8 @@ from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.quant.blockwise import CODES, E4M3_MAX, dequantize_blockwise, quantize_blockwise
 
 GPU_DEPLOYMENT = PROJECT / "deployments/fp8_rollout.yaml"
+LEARNING_RATE = 5e-5  # the highest of the addition task, after five steps of warm-up
+KV_BYTES = 12_000_000_000  # the engine's KV cache in the addition task; the trainer needs about 35 GB of the GPU
 HELD_OUT = 256  # questions for the accuracy at the end
 HELD_OUT_SEED = 1_000_000
 
@@ -91,11 +93,9 @@ class Addition:
     """Sums of many numbers, by the model that ``--prepare`` has made at ``folder``; the trainer shares the GPU."""
 
     folder: Path
-    learning_rate: float
-    prompts: int
-    completions: int
-    kv_gb: float  # the engine's KV cache
-    deployment: Path
+    prompts: int = 16  # of a step
+    completions: int = 8  # of each prompt
+    deployment: Path = GPU_DEPLOYMENT
     QUESTIONS: ClassVar[re.Pattern[str]] = re.compile(r"\b[a-z]=(\d+)")
 
     @property
@@ -104,7 +104,7 @@ class Addition:
         engine: Json = {"max_model_len": CONTEXT}
         if torch.cuda.is_available():
             # A size, since several trainers may share the GPU: vLLM would take what they allocate for the engine's.
-            engine |= {"gpu_memory_utilization": 0.2, "extra": {"kv_cache_memory_bytes": int(self.kv_gb * 1e9)}}
+            engine |= {"gpu_memory_utilization": 0.2, "extra": {"kv_cache_memory_bytes": KV_BYTES}}
         return {"model": {"path": str(self.folder), "create": None}, "engine": engine, "scaling": {"max_replicas": 1}}
 
     @property
@@ -116,7 +116,7 @@ class Addition:
             chats = [[{"role": "user", "content": addition.draw(rng, size).question}] for _ in range(count)]
             return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
 
-        return grpo.Task(make_prompts, self.reward, self.prompts, self.completions, size.max_tokens, self.learning_rate)
+        return grpo.Task(make_prompts, self.reward, self.prompts, self.completions, size.max_tokens, LEARNING_RATE)
 
     @classmethod
     def reward(cls, prompt: str, completion: str) -> float:

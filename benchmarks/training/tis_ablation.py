@@ -39,9 +39,9 @@ from benchmarks.common.processes import raise_at_sigterm
 from benchmarks.trainers.addition import Size
 from benchmarks.trainers.pretraining import prepare
 from benchmarks.training import kv_cache_report, overlapped
-from benchmarks.training.ablation_report import Run, RunFile, differences, draw, load_run, markdown, run_file, summarize
+from benchmarks.training.ablation_report import Run, differences, draw, load_run, markdown, run_file, summarize
 from benchmarks.training.overlapped import MismatchByAge, OverlappedStep
-from benchmarks.training.tasks import GPU_DEPLOYMENT, Addition, Digits, Setup, accuracy, coarse_weights, held_out
+from benchmarks.training.tasks import Addition, Digits, Setup, accuracy, coarse_weights, held_out
 from examples import grpo
 from examples.as_engine import AsEngine
 from rollout_service.client import SyncRolloutClient
@@ -57,7 +57,7 @@ PARTS = {  # of the page, by task
 }
 FIGURES = {"digits": PROJECT / "docs/tis_ablation.png", "addition": PROJECT / "docs/tis_ablation_addition.png"}
 
-GROUPS = 16, 8  # prompts of a step of the task addition, and completions of each
+ADDITION_MODEL = Path(tempfile.gettempdir()) / "addition-moe"
 AHEAD = 4  # batches under way beside the one that is trained on, in the arms about a kept KV cache
 
 
@@ -134,6 +134,10 @@ class AblationOptions(Options):
     """Keep the runs in --out that have ended, make the others."""
     report: bool = False
     """Train nothing: only write table and figure of the runs in --out."""
+    prepare: bool = False
+    """Make the model at --model, and nothing else."""
+    model: Path = ADDITION_MODEL
+    """The folder of the addition task's model."""
     publish: bool = False
     """Also write docs/ and benchmarks/results/."""
 
@@ -142,37 +146,24 @@ class AblationOptions(Options):
         return self.out / "runs"
 
 
-class AdditionOptions(Options):
-    """The addition task."""
-
-    prepare: bool = False
-    """Make the model at --model, and nothing else."""
-    model: Path = Path(tempfile.gettempdir()) / "addition-moe"
-    """Its folder."""
-    learning_rate: float = 5e-5
-    """The highest, after five steps of warm-up."""
-    kv_gb: float = 12.0
-    """Of the engine's KV cache, on a GPU; the trainer needs about 35 GB."""
-
-
 def parse_arms(text: str) -> list[str]:
-    """Names separated by commas, in the order of ``ARMS``. Raises ValueError for a name that is none, and for none."""
+    """Return the named arms in the order of ``ARMS``. Raises BadParameter for unknown names and for none."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in ARMS]
     if unknown or not names:
-        raise ValueError(f"--arms {text!r}: {', '.join(unknown) or 'nothing'} is no arm; there are {', '.join(ARMS)}")
+        raise typer.BadParameter(
+            f"--arms {text!r}: {', '.join(unknown) or 'nothing'} is no arm; there are {', '.join(ARMS)}"
+        )
     return [name for name in ARMS if name in names]
 
 
-def setup_of(options: AblationOptions, addition: AdditionOptions) -> Setup:
-    """Return the task that the options name. Raises BadParameter if its model is missing."""
-    if options.task == "digits":
-        return Digits(options.out / "warm_start", deployment=CPU_DEPLOYMENT)
-    if not (addition.model / "config.json").is_file():
-        raise typer.BadParameter(f"--model {addition.model}: there is no model; make it with --prepare")
-    return Addition(
-        addition.model.absolute(), addition.learning_rate, *GROUPS, addition.kv_gb, deployment=GPU_DEPLOYMENT
-    )
+def setup_of(task: str, out: Path, model: Path) -> Setup:
+    """Return the task of that name. Raises BadParameter if its model is missing."""
+    if task == "digits":
+        return Digits(out / "warm_start", deployment=CPU_DEPLOYMENT)
+    if not (model / "config.json").is_file():
+        raise typer.BadParameter(f"--model {model}: there is no model; make it with --prepare")
+    return Addition(model.absolute())
 
 
 def settings_of(arm: str, steps: int, setup: Setup) -> dict[str, Any]:
@@ -220,26 +211,27 @@ class Ablation:
         began = time.perf_counter()
         settings = settings_of(arm, self._options.steps, self._setup)
         self._by_age = MismatchByAge()
-        with RunFile(self._options.runs, Run(arm, seed, settings, self._origin)) as file:
-            model = self._setup.start(self._model_path, seed)
-            try:
-                self._train(arm, seed, model, file, began, say)
-                ended = "all steps were made, or the time was over"
-            except QuantizationError as error:  # its weights are NaN: a result
-                ended = str(error)
-            questions = held_out(self._task, seed)
-            end = {
-                "trainer_accuracy": self._setup.trainer_accuracy(model, self._tokenizer, seed),
-                "service_accuracy": accuracy(self._task, questions, self._answers_of_service(questions)),
-                "wall_s": round(time.perf_counter() - began, 1),
-                "ended": ended,
-            }
-            if ARMS[arm].ahead:
-                end["kv_ages"] = self._by_age.rows()
-            file.write(end)
-        say(f"{end}")
+        run = Run(arm, seed, settings, self._origin)
+        model = self._setup.start(self._model_path, seed)
+        try:
+            self._train(run, model, began, say)
+            ended = "all steps were made, or the time was over"
+        except QuantizationError as error:  # its weights are NaN: a result
+            ended = str(error)
+        questions = held_out(self._task, seed)
+        run.end.update(
+            trainer_accuracy=self._setup.trainer_accuracy(model, self._tokenizer, seed),
+            service_accuracy=accuracy(self._task, questions, self._answers_of_service(questions)),
+            wall_s=round(time.perf_counter() - began, 1),
+            ended=ended,
+        )
+        if ARMS[arm].ahead:
+            run.end["kv_ages"] = self._by_age.rows()
+        run.save(self._options.runs)
+        say(f"{run.end}")
 
-    def _train(self, arm: str, seed: int, model: PreTrainedModel, file: RunFile, began: float, say: Say) -> None:
+    def _train(self, run: Run, model: PreTrainedModel, began: float, say: Say) -> None:
+        arm, seed = run.arm, run.seed
         levels, in_bf16, quantized = ARMS[arm].coarse_levels, grpo.in_bf16, self._recipe.quantized
         versions = Changes(
             in_bf16 if levels is None else lambda model: coarse_weights(in_bf16(model), quantized, levels)
@@ -264,7 +256,8 @@ class Ablation:
                 now = time.perf_counter()
                 measured = {name: float(f"{value:.6g}") for name, value in self._measure(step, now - last).items()}
                 measured["changed"] = float(f"{versions.share:.6g}")
-                file.write(measured)
+                run.add(measured)
+                run.save(self._options.runs)
                 if isinstance(step, OverlappedStep):
                     self._by_age.add(step)
                 say(f"step {count}/{self._options.steps}  {results.brief(measured)}")
@@ -300,7 +293,7 @@ class Ablation:
         return [rollout.completions[0].text or "" for rollout in rollouts]
 
 
-def main(options: AblationOptions, addition: AdditionOptions) -> None:
+def main(options: AblationOptions) -> None:
     """Train arms × seeds one after the other, then write a table and a figure."""
     raise_at_sigterm()
     disable_progress_bar()
@@ -310,11 +303,11 @@ def main(options: AblationOptions, addition: AdditionOptions) -> None:
         console.print(f"[dim]{time.perf_counter() - began:5.0f} s[/dim]  {text}", highlight=False)
 
     try:
-        if addition.prepare:
-            prepare(addition.model, "moe", target=0.35, limit_s=170.0, size=Size(7, 12))
+        if options.prepare:
+            prepare(options.model, "moe", target=0.35, limit_s=170.0, size=Size(7, 12))
             return
         if not options.report:
-            setup = setup_of(options, addition)
+            setup = setup_of(options.task, options.out, options.model)
             todo = missing(options, setup)
             for service in [name for name in SERVICES if name in {ARMS[arm].service for arm, _ in todo}]:
                 run_all(service, [each for each in todo if ARMS[each[0]].service == service], options, setup, say)
@@ -326,12 +319,8 @@ def main(options: AblationOptions, addition: AdditionOptions) -> None:
 
 def missing(options: AblationOptions, setup: Setup) -> list[tuple[str, int]]:
     """Return each (arm, seed) that has not ended on disk. Raises BadParameter if the others may not be kept."""
-    try:
-        chosen = parse_arms(options.arms)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     todo = []
-    for seed, arm in itertools.product(range(options.seeds), chosen):
+    for seed, arm in itertools.product(range(options.seeds), parse_arms(options.arms)):
         path = run_file(options.runs, arm, seed)
         if (run := load_run(path)) is None or not run.ended:
             todo.append((arm, seed))

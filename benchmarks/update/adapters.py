@@ -34,7 +34,6 @@ from benchmarks.common.command import run
 from benchmarks.common.engine import bare_engine
 from benchmarks.common.processes import raise_at_sigterm
 from benchmarks.common.shipped_service import shipped_arguments, shipped_service, wait_until_ready
-from benchmarks.common.work import random_prompts
 from benchmarks.rollout.fleet import GROUP, RolloutOptions, measured_rate, rate_of_groups
 from benchmarks.update.busy import rollouts
 from rollout_service.client import RolloutClient, SyncRolloutClient
@@ -53,8 +52,7 @@ TINY = {"rollouts": 64, "prompt_tokens": 64, "output_tokens": 64, "repeats": 1, 
 """Sizes for the tiny model."""
 PUSHED = "run-0"
 QUIET_S = 3.0  # time in seconds under load before the first push
-EXPORTED_S, COUNTED_S = 12.0, 60.0
-"""Seconds after which Ray, which exports counters every 10 s, has exported them; and the longest wait for it."""
+EXPORTED_S = 12.0  # after so long Ray, which exports counters every 10 s, has exported them
 Weights = dict[str, torch.Tensor]
 
 
@@ -78,7 +76,7 @@ class AdapterOptions(RolloutOptions):
     """Under way while versions are pushed; half of them name the adapter."""
     repeated: int = 8192
     """Tokens of the prompts that are looked up again."""
-    live: tuple[int, ...] = (0, 1, 8)
+    live: tuple[int, ...] = (0, 8)
     """Numbers of adapters that rollouts name in the phases ``tokens`` and ``bare``. May be repeated."""
     repeats: int = 2
 
@@ -174,12 +172,11 @@ def pushed(
 def repeated(url: str, client: SyncRolloutClient, asked: AdapterOptions, adapter: Adapter) -> dict[str, Any]:
     """Look prompts of the model and of an adapter up: first, again, and after a push of another adapter."""
     adapter.push(client, "kept")
-    is_tiny = asked.model == "tiny"
-    prompt = [5 + i % 90 for i in range(asked.repeated)] if is_tiny else random_prompts([asked.repeated])[0]
+    [prompt] = asked.prompts(1, asked.repeated)
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     agents = metrics_targets(url)[1:]
     ray.shutdown()
-    asked_tokens, hits_before = _settled_counters(agents)
+    hits_before = _cached_tokens(agents)
     found: dict[str, Any] = {"prompt_tokens": 2 * asked.repeated}
     for when in ("first", "again", "after_push"):
         if when == "after_push":
@@ -189,39 +186,23 @@ def repeated(url: str, client: SyncRolloutClient, asked: AdapterOptions, adapter
         for name in (None, "kept"):
             client.generate(prompt, max_tokens=1, adapter=name, session_id="repeated")
         found[f"{when}_s"] = round(time.monotonic() - started, 4)
-        asked_tokens += 2 * asked.repeated
-        _, hits = _cache_counters(agents, asked_tokens)
-        found[f"{when}_cached_tokens"] = int(hits - hits_before)
+        hits = _cached_tokens(agents)
+        found[f"{when}_cached_tokens"] = hits - hits_before
         hits_before = hits
     client.remove_adapter("kept")
     return found
 
 
-def _settled_counters(agents: tuple[str, ...]) -> tuple[float, float]:
-    """Return the counters of the prefix caches once Ray has exported all earlier requests."""
-    before = _cache_counters(agents, 0)
-    while True:
-        time.sleep(EXPORTED_S)
-        if (now := _cache_counters(agents, 0)) == before:
-            return now
-        before = now
-
-
-def _cache_counters(agents: tuple[str, ...], at_least: float) -> tuple[float, float]:
-    """Return the tokens that were looked up in the prefix caches, once they are ``at_least``, and those found."""
-    deadline = time.monotonic() + COUNTED_S
-    while True:
-        queries = hits = 0.0
-        for agent in agents:
-            for family in text_string_to_metric_families(httpx.get(agent, timeout=60).raise_for_status().text):
-                for sample in family.samples:
-                    queries += sample.value if sample.name == "ray_vllm_prefix_cache_queries_total" else 0
-                    hits += sample.value if sample.name == "ray_vllm_prefix_cache_hits_total" else 0
-        if queries >= at_least:
-            return queries, hits
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"Ray exports {queries:.0f} looked up tokens, not {at_least:.0f}: are its metrics on?")
-        time.sleep(1)
+def _cached_tokens(agents: tuple[str, ...]) -> int:
+    """Return the number of tokens that were found in the prefix caches so far."""
+    time.sleep(EXPORTED_S)
+    families = [
+        family
+        for agent in agents
+        for family in text_string_to_metric_families(httpx.get(agent, timeout=60).raise_for_status().text)
+    ]
+    samples = [sample for family in families for sample in family.samples]
+    return int(sum(each.value for each in samples if each.name == "ray_vllm_prefix_cache_hits_total"))
 
 
 async def rate(url: str, asked: AdapterOptions, named: int) -> dict[str, Any]:
@@ -234,11 +215,11 @@ async def rate(url: str, asked: AdapterOptions, named: int) -> dict[str, Any]:
 async def measure_bare(asked: AdapterOptions, adapter: Adapter) -> None:
     """Measure the tokens/s of one engine without a service."""
     adapter.save(asked.saved)
-    first = AdapterVersion(name="run", version=0, digest="", base_version=0, base_digest="", rank=RANK, nbytes=0)
-    versions = [
-        first.model_copy(update={"version": number, "digest": str(number)}) for number in range(max(asked.live))
+    about: dict[str, Any] = {"name": "run", "base_version": 0, "base_digest": "", "rank": RANK, "nbytes": 0}
+    loaded = [
+        LoadedAdapter(AdapterVersion(version=number, digest=str(number), **about), number + 1, asked.saved)
+        for number in range(max(asked.live))
     ]
-    loaded = [LoadedAdapter(version, number, asked.saved) for number, version in enumerate(versions, start=1)]
     arguments = shipped_arguments(asked, "1", **asked.sections)["applications"][0]["args"]
     if asked.model == "tiny":  # what a replica falls back to on CPUs that have no FP8 cache
         arguments["kv_cache"] = {"dtype": "bfloat16"}

@@ -14,13 +14,9 @@ scales, BF16.
 
 import itertools
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import Console
 
@@ -28,7 +24,7 @@ from benchmarks.common import results
 from benchmarks.common.command import run
 from rollout_service.client._sent_weights import SentWeights
 from rollout_service.client._tensors import describe
-from rollout_service.model.convert import Converter, tensor_bytes
+from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe
 
@@ -41,7 +37,6 @@ STEPS = ((0, 1), (9, 10), (99, 100), (84, 100))
 """Versions that are compared: after so many steps. In its first step Adam moves every weight by the learning rate."""
 
 Tensors = dict[str, torch.Tensor]
-Bits = npt.NDArray[Any]
 
 
 def make_model(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -107,27 +102,17 @@ def sent(version: Tensors) -> SentWeights:
     return weights
 
 
-def bits_of(tensor: torch.Tensor) -> Bits:
-    return np.frombuffer(tensor_bytes(tensor), f"<u{tensor.element_size()}")
-
-
 def compared(steps: tuple[int, int], old: Tensors, new: Tensors) -> results.Json:
-    """Shares of elements and bytes that change."""
+    """Return the bytes that a delta sends, and those of the whole version."""
     changes = sent(old).changes_to(new.items())
     assert changes is not None, "more changes than are sent as a delta"
-    elements, changed, encoded, stored = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
-    for (name, tensor), change in zip(new.items(), changes, strict=True):
-        kind, before, after = str(tensor.dtype).removeprefix("torch."), bits_of(old[name]), bits_of(tensor)
-        elements[kind] += after.size
-        changed[kind] += int(np.count_nonzero(before != after))
-        encoded[kind] += len(change.encoded) if change is not None else 0
-        stored[kind] += after.nbytes
+    encoded = sum(len(change.encoded) for change in changes if change is not None)
+    stored = sum(tensor.nbytes for tensor in new.values())
     return {
         "steps": list(steps),
-        "changed_share": {kind: changed[kind] / elements[kind] for kind in elements},
-        "encoded_bytes": dict(encoded),
-        "stored_bytes": dict(stored),
-        "encoded_share": encoded.total() / stored.total(),
+        "encoded_bytes": encoded,
+        "stored_bytes": stored,
+        "encoded_share": encoded / stored,
     }
 
 

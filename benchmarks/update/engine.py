@@ -13,7 +13,6 @@ all the while: *closed* is from the pause until it runs again.
 import asyncio
 import itertools
 import tempfile
-import time
 from collections.abc import Awaitable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
@@ -24,22 +23,17 @@ import torch
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
-from benchmarks.common.engine import bare_engine
+from benchmarks.common.engine import bare_engine, commit, load_version
+from benchmarks.common.gpu_service import ModelOptions
 from benchmarks.common.paths import SHARED_MEMORY
-from benchmarks.common.shapes import Shape, gaussian, write_config
+from benchmarks.common.shapes import Shape
 from benchmarks.common.timing import copy_seconds
 from benchmarks.update.busy import busy
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.worker import VersionStaging
-from rollout_service.model.convert import Converter, tensor_bytes
-from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.sampling import Sampling
-from rollout_service.protocol.upload import TrainerRecipe
-from rollout_service.quant.quantizer import Quantizer
-from rollout_service.store.layout import Layout
-from rollout_service.store.manifest import MANIFEST_FILE, Manifest, Recipe
-from rollout_service.store.writer import VersionWriter
+from rollout_service.store.log import WeightLog
 
 RESULT = "update_engine"
 SAME = ("model", "way", "eager", "concurrent")
@@ -78,8 +72,6 @@ class UpdateOptions(Options):
     """Whose shapes; may be repeated."""
     repeats: int = 5
     """Versions in each way."""
-    eager: bool = False
-    """No torch.compile and no CUDA graphs: engines start sooner."""
 
 
 @dataclass
@@ -89,41 +81,12 @@ class Case:
     model: str
     way: str
     gbytes: float
-    eager: bool
+    eager: bool = True  # without torch.compile and CUDA graphs, which an update does not touch, engines start sooner
     concurrent: int = CONCURRENT
     closed_s: list[float] = field(default_factory=list)  # from the pause until the engine runs again
     load_s: list[float] = field(default_factory=list)  # of it, the load alone
     limit_s: float = 0.0  # reading and writing the bytes once, at the speed of a device-to-device copy in the same run
     no_plan: str | None = None
-
-
-def write_version(model: ServedModel, config: ServiceConfig, folder: Path) -> Manifest:
-    """A version of random weights, quantized on the GPU, as the ingest lays it out."""
-    plan = model.plan(config.quant)
-    recipe = TrainerRecipe(
-        weights="fp8_block",
-        quantized=tuple(plan.quantized),
-        keep_float32=tuple(model.keep_float32),
-        experts=model.experts,
-    )
-    folder.mkdir(parents=True)
-    writer = VersionWriter(folder, Layout(Converter(recipe).slots(model.shapes)))
-    quantizer = Quantizer()
-    for name, shape in model.shapes.items():
-        weight = gaussian(shape)
-        if name in plan.quantized:
-            [(codes, scales)] = quantizer.quantize([(name, weight)], to_cpu=True)
-            writer.write(name, tensor_bytes(codes))
-            writer.write(f"{name}_scale_inv", tensor_bytes(scales))
-        else:
-            kept = weight.float() if name in model.keep_float32 else weight
-            writer.write(name, tensor_bytes(kept.cpu()))
-    manifest = Manifest(
-        version=1, fingerprint=model.fingerprint, recipe=Recipe(weights="fp8_block"), tensors=writer.finish()
-    )
-    (folder / MANIFEST_FILE).write_bytes(manifest.to_json())
-    torch.cuda.empty_cache()
-    return manifest
 
 
 def load(adapter: EngineAdapter) -> AbstractAsyncContextManager[None]:
@@ -136,29 +99,19 @@ def load(adapter: EngineAdapter) -> AbstractAsyncContextManager[None]:
     return busy(CONCURRENT, request)
 
 
-async def update(adapter: EngineAdapter, folder: Path, version: int, case: Case | None = None) -> None:
-    """Load one version as a replica does it, and note the seconds in ``case``."""
-    await adapter.stage(folder)
-    closed = time.perf_counter()
-    await adapter.pause("keep")
-    load_s = await adapter.load(folder, version)
-    await adapter.resume()
-    if case is not None:
-        case.closed_s.append(time.perf_counter() - closed)
-        case.load_s.append(load_s)
-
-
 async def measure(config: ServiceConfig, folder: Path, cases: list[Case], repeats: int) -> None:
     """The ways of one kind of staging."""
     versions = itertools.count(1)
     async with bare_engine(config, arguments={"worker_extension_cls": WORKER}) as adapter:
         for case in cases:
             await adapter.ask_workers("allow_plans", case.way != Way.NATIVE)
-            await update(adapter, folder, next(versions))  # the first warms up, and teaches
+            await load_version(adapter, folder, next(versions))  # the first warms up, and teaches
             async with load(adapter):
                 await asyncio.sleep(1.0)
                 for _ in range(repeats):
-                    await update(adapter, folder, next(versions), case)
+                    closed_s, load_s = await load_version(adapter, folder, next(versions))
+                    case.closed_s.append(closed_s)
+                    case.load_s.append(load_s)
                     await asyncio.sleep(0.3)
             [last] = await adapter.ask_workers("load_report")
             case.no_plan = last.get("no_plan")
@@ -171,27 +124,30 @@ def copy_limit_s(nbytes: int) -> float:
     return seconds
 
 
-def config_of(model: Path, staging: str, eager: bool) -> ServiceConfig:
-    engine = {"max_model_len": 1024, "staging": staging, "enforce_eager": eager, "gpu_memory_utilization": 0.85}
-    return ServiceConfig.model_validate({"model": {"path": model}, "engine": engine})
+def config_of(model: Path, log: Path, staging: str) -> ServiceConfig:
+    engine = {"max_model_len": 1024, "staging": staging, "enforce_eager": True, "gpu_memory_utilization": 0.85}
+    weights = {"root": log, "source_roots": [model]}
+    return ServiceConfig.model_validate({"model": {"path": model}, "engine": engine, "weights": weights})
 
 
-def measure_model(shape: Shape, folder: Path, options: UpdateOptions) -> Iterator[Case]:
+def measure_model(shape: Shape, repeats: int, log: Path) -> Iterator[Case]:
     """Measure all ways with one model, each kind of staging with an engine of its own."""
-    path, version = write_config(shape, folder / shape), folder / f"{shape}-version"
-    manifest = write_version(ServedModel.load(path), config_of(path, "none", options.eager), version)
-    gbytes, limit_s = manifest.total_bytes / 1e9, copy_limit_s(manifest.total_bytes)
+    path = ModelOptions(model=shape).model_folder()
+    version = asyncio.run(commit(config_of(path, log, "none")))
+    torch.cuda.empty_cache()
+    nbytes = WeightLog(log).manifest(version).total_bytes
+    limit_s = copy_limit_s(nbytes)
     for staging, ways in OFFERED.items():
-        cases = [Case(shape, way, gbytes, options.eager, limit_s=limit_s) for way in ways]
-        asyncio.run(measure(config_of(path, staging, options.eager), version, cases, options.repeats))
+        cases = [Case(shape, way, nbytes / 1e9, limit_s=limit_s) for way in ways]
+        asyncio.run(measure(config_of(path, log, staging), WeightLog(log).folder(version), cases, repeats))
         yield from cases
 
 
 def main(options: UpdateOptions) -> None:
     """Measure, and add the cases to benchmarks/results/<machine>/update_engine.json."""
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
-        for shape in options.model:
-            for case in measure_model(shape, Path(folder), options):
+    for shape in options.model:
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+            for case in measure_model(shape, options.repeats, Path(folder)):
                 results.add(RESULT, [asdict(case)], SAME)
 
 

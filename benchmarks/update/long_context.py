@@ -1,7 +1,7 @@
 """What an update costs streams with long contexts, where the KV cache is dropped and where it is kept.
 
     python -m benchmarks.update.long_context [--model qwen3-8b] [--policy drop] [--policy keep]
-    python -m benchmarks.update.long_context --cpu --sessions 4 --prompt 256 --out 1500   # the tiny model
+    python -m benchmarks.update.long_context --model tiny --sessions 4 --prompt 256 --out 1500   # on a CPU
 
 One replica, random weights. ``--sessions`` streams of distinct prompts decode; then a version is committed by ``path``.
 Tokens are counted as they arrive. *Before* is the rate in the 10 seconds before the push, *after* the rate in
@@ -11,29 +11,21 @@ push on.
 
 import asyncio
 import itertools
+import tempfile
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import results
-from benchmarks.common.command import Options, run
-from benchmarks.common.gpu_service import (
-    ModelOptions,
-    random_weights,
-    serving_tiny_model,
-    serving_weights,
-    usual_engine,
-)
-from benchmarks.common.work import random_prompts
+from benchmarks.common.command import run
+from benchmarks.common.paths import SHARED_MEMORY
+from benchmarks.common.shipped_service import ServedOptions, shipped_service
 from rollout_service.client import RolloutClient
 
 RESULT = "update_long_context"
 SAME = ("model", "policy", "sessions", "prompt_tokens")
-TINY = range(5, 105)  # token ids of the tiny model
-BF16_CACHE = {"dtype": "bfloat16"}
 
 
 class Policy(StrEnum):
@@ -43,8 +35,8 @@ class Policy(StrEnum):
     KEEP = "keep"
 
 
-class ContextOptions(Options):
-    """The streams."""
+class ContextOptions(ServedOptions):
+    """The service and its streams."""
 
     policy: tuple[Policy, ...] = tuple(Policy)
     """May be repeated."""
@@ -54,8 +46,6 @@ class ContextOptions(Options):
     """Tokens of each prompt."""
     out: int = 4000
     """Tokens of each completion; it must last for both windows."""
-    cpu: bool = False
-    """The tiny model, without a GPU."""
 
 
 @dataclass
@@ -132,30 +122,18 @@ def show(case: Case, arrivals: list[Arrivals], begin: float, closed_at: float) -
     case.silences_s.sort()
 
 
-def main(model: ModelOptions, options: ContextOptions) -> None:
+def main(asked: ContextOptions) -> None:
     """Measure each policy, and add the cases to benchmarks/results/<machine>/update_long_context.json."""
-    name = "tiny-qwen3" if options.cpu else model.model
-    policies = map(str, options.policy)  # PyYAML writes no enumerations
-    cases = [Case(name, policy, options.sessions, options.prompt) for policy in policies]
-    prompts = random_prompts([options.prompt] * options.sessions)
-    if options.cpu:
-        prompts = [[TINY[token % len(TINY)] for token in prompt] for prompt in prompts]
-    engine_settings = {
-        "max_model_len": options.prompt + options.out + 64,
-        "max_num_seqs": options.sessions,
-        **({} if options.cpu else usual_engine(options.sessions)),
-    }
-    with nullcontext() if options.cpu else random_weights(model) as path:
-        for case in cases:
-            weights: dict[str, Any] = {"kv_cache_on_update": case.policy, "kv_max_age": None}
-            if path is None:
-                serving = serving_tiny_model(engine=engine_settings, weights=weights, kv_cache=BF16_CACHE)
-            else:
-                weights["root"] = str(path.parent / f"log-{case.policy}")
-                serving = serving_weights(path, engine_settings, weights=weights)
-            with serving as service:
-                asyncio.run(measure(service.url, service.config.model.path, case, prompts, options.out))
-            results.add(RESULT, [asdict(case)], SAME)
+    model, prompts = asked.model_folder(), asked.prompts(asked.sessions, asked.prompt)
+    engine = {"max_model_len": asked.prompt + asked.out + 64, "max_num_seqs": asked.sessions}
+    for policy in map(str, asked.policy):  # PyYAML writes no enumerations
+        case = Case(asked.model, policy, asked.sessions, asked.prompt)
+        weights: dict[str, Any] = {"kv_cache_on_update": policy, "kv_max_age": None, "source_roots": [str(model)]}
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as log:  # the shipped log has an earlier run's versions
+            weights["root"] = log
+            with shipped_service(asked, "1", engine=engine, weights=weights) as (url, _):
+                asyncio.run(measure(url, model, case, prompts, asked.out))
+        results.add(RESULT, [asdict(case)], SAME)
 
 
 if __name__ == "__main__":

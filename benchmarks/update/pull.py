@@ -34,7 +34,7 @@ from safetensors import safe_open
 
 from benchmarks.common import results
 from benchmarks.common.command import run
-from benchmarks.common.processes import process, raise_at_sigterm
+from benchmarks.common.processes import process, raise_at_sigterm, wait_until
 from benchmarks.common.shipped_service import ServedOptions, shipped_service
 from benchmarks.update.busy import rollouts
 from rollout_service.client import SyncRolloutClient
@@ -119,13 +119,14 @@ def opened(kind: SourceKind, store: Path) -> Iterator[Source]:
     command = ["aiohttp.web", "-H", "127.0.0.1", "-P", str(port), f"{_MODULE}:file_server", str(store.parent)]
     log = store.with_suffix(f".{kind}.log")
     with process([sys.executable, "-m", *command], log, folder=store, environment={}, grace_s=1) as server:
-        while server.poll() is None:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.1)
-        else:
-            raise RuntimeError(f"the server of {kind} has ended: {log.read_text()}")
+        wait_until(lambda: _is_open(port), server, 30, log)
         yield Source(kind, f"{address}/{store.name}", f"{address}/{store.name}")
+
+
+def _is_open(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def read(source: Source, files: list[Path]) -> float:

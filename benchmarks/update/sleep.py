@@ -2,14 +2,15 @@
 
     python -m benchmarks.update.sleep [--model qwen3-8b]
 
-Random weights of a published shape, FP8 with an FP8 KV cache, one replica, no rollouts under way. Each round puts the
-engines to sleep, commits a version by ``path`` while they sleep in every second one, and wakes them: ``wake_s`` is from
-the call until it is answered, which is when every replica serves the newest version.
+Random weights of a published shape, one replica as shipped, no rollouts under way. Each round puts the engines to
+sleep, commits a version by ``path`` while they sleep in every second one, and wakes them: ``wake_s`` is from the call
+until it is answered, which is when every replica serves the newest version.
 
 Memory is what the GPU has in use beyond what it had before the service started: the ingest's is in it.
 """
 
 import asyncio
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,12 +19,12 @@ import torch
 
 from benchmarks.common import results
 from benchmarks.common.command import run
-from benchmarks.common.gpu_service import ModelOptions, fitting, serving_random_weights, usual_engine
-from benchmarks.common.work import WorkOptions
+from benchmarks.common.paths import SHARED_MEMORY
+from benchmarks.common.shipped_service import ServedOptions, shipped_service
 from rollout_service.client import RolloutClient
 
 RESULT = "update_sleep"
-SAME = ("model", "staging")
+SAME = ("model",)
 ROUNDS = 6  # every second one commits a version while the engines sleep
 
 
@@ -32,7 +33,6 @@ class Case:
     """One model."""
 
     model: str
-    staging: str
     awake_gib: float = 0.0
     asleep_gib: list[float] = field(default_factory=list)
     sleep_s: list[float] = field(default_factory=list)
@@ -70,14 +70,14 @@ async def measure(url: str, folder: Path, case: Case, before_gib: float) -> None
                 raise RuntimeError(f"woken engines serve {rollout.completions[0].spans}, not version {newest}")
 
 
-def main(model: ModelOptions) -> None:
+def main(asked: ServedOptions) -> None:
     """Measure, and add the case to benchmarks/results/<machine>/update_sleep.json."""
-    work = WorkOptions()
-    engine = fitting(work) | usual_engine(work.sequences) | {"enable_sleep_mode": True}
-    case = Case(model.model, engine["staging"])
-    before_gib = gib_in_use()
-    with serving_random_weights(model, engine) as (service, path):
-        asyncio.run(measure(service.url, path, case, before_gib))
+    model, before_gib = asked.model_folder(), gib_in_use()
+    case = Case(asked.model)
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as log:  # the shipped log has an earlier run's versions
+        engine, weights = {"enable_sleep_mode": True}, {"source_roots": [str(model)], "root": log}
+        with shipped_service(asked, "1", engine=engine, weights=weights) as (url, _):
+            asyncio.run(measure(url, model, case, before_gib))
     results.add(RESULT, [asdict(case)], SAME)
 
 

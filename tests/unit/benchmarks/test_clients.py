@@ -1,5 +1,7 @@
 """The table of docs/clients.md is what driving the service with them has found."""
 
+import re
+
 from benchmarks.clients.released import CLIENTS
 from benchmarks.clients.table import PAGE
 from benchmarks.common.paths import PROJECT
@@ -12,6 +14,5 @@ def test_every_set_of_pins_is_a_clients():
 
 
 def test_links_of_rows_lead_to_pages():
-    for client in CLIENTS:
-        for part, link in client.links.items():
-            assert f"[{part}]({link})" in client.linked and (PAGE.parent / link).is_file()
+    links = [link for client in CLIENTS for link in re.findall(r"\]\((.*?)\)", client.linked)]
+    assert links and all((PAGE.parent / link).is_file() for link in links)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import index
 from benchmarks.common import results
 from benchmarks.training import kv_cache_report, tis_ablation
-from benchmarks.training.ablation_report import Run, RunFile
+from benchmarks.training.ablation_report import Run
 from benchmarks.training.tis_ablation import AblationOptions, report
 
 STEP = {"reward": 0.25, "k3": 0.5, "probability_error": 0.5, "ess": 1.0, "clipped": 0.0, "tokens": 6.0}
@@ -26,10 +26,10 @@ def ages(*rows: tuple[float, float]) -> dict[str, object]:
 
 
 def write_run(folder: Path, task: str, arm: str, seed: int, end: dict[str, object]) -> None:
-    with RunFile(folder / "runs", Run(arm, seed, SETTINGS | {"task": task}, {"machine": f"{task}-machine"})) as file:
-        for _ in range(2):
-            file.write(STEP)
-        file.write(end)
+    run = Run(arm, seed, SETTINGS | {"task": task}, {"machine": f"{task}-machine"}, end=end)
+    for _ in range(2):
+        run.add(STEP)
+    run.save(folder / "runs")
 
 
 @pytest.fixture

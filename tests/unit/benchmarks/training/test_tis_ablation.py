@@ -31,7 +31,7 @@ def addition(tmp_path_factory: pytest.TempPathFactory) -> Addition:
     tokenizer.save_pretrained(folder)
     pretraining.make_model("tiny-moe", tokenizer).save_pretrained(folder)
     (folder / "pretraining.json").write_text(json.dumps({"numbers": [7, 12]}))
-    return Addition(folder, 1e-5, prompts=2, completions=2, kv_gb=1.0, deployment=GPU_DEPLOYMENT)
+    return Addition(folder, prompts=2, completions=2)
 
 
 @pytest.mark.parametrize("service", SERVICES)
