@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from tests.support.own_service import own_service
 
 PROJECT = Path(__file__).parents[2]
 Push = Callable[[], Awaitable[int]]
+Start = Callable[..., Awaitable[ClientProcess]]
 
 
 @pytest.fixture(scope="session")
@@ -94,11 +96,21 @@ def trl() -> Trl:
 
 
 @pytest.fixture
-async def skyrl(service_url: str, model: Path) -> AsyncIterator[ClientProcess]:
+async def start() -> AsyncIterator[Start]:
+    """Starts a module of this folder with the packages of a client: see ``client_process``."""
+    async with AsyncExitStack() as started:
+
+        async def start(name: str, module: str, *arguments: object) -> ClientProcess:
+            process = client_process(f"tests.clients.{module}", *map(str, arguments), path=[folder_of(name)])
+            return await started.enter_async_context(process)
+
+        yield start
+
+
+@pytest.fixture
+async def skyrl(start: Start, service_url: str, model: Path) -> ClientProcess:
     """SkyRL's two clients."""
-    folder = folder_of("skyrl")
-    async with client_process("tests.clients.skyrl_client", service_url, str(model), path=[folder]) as process:
-        yield process
+    return await start("skyrl", "skyrl_client", service_url, model)
 
 
 def folder_of(name: str) -> Path:

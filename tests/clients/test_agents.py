@@ -1,7 +1,6 @@
 """Agent programs over the newest SDKs of OpenAI and Anthropic. The SDKs themselves are in ``test_sdks.py``."""
 
 import json
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,33 +8,16 @@ from typing import Any
 import pytest
 
 from rollout_service.client import RolloutClient
-from tests.clients.conftest import folder_of
-from tests.clients.lines import ClientProcess, client_process
+from tests.clients.conftest import Start
+from tests.clients.lines import ClientProcess
+from tests.clients.questions import HELLO, SCHEMA, native_text
 
 pytestmark = pytest.mark.client("The newest SDKs, openai-agents, pydantic-ai, LiteLLM")
 
-HELLO = [{"role": "user", "content": "1+1"}]
-PROMPT = "user: 1+1\nassistant: "
-"""The text that the chat template makes of ``HELLO``."""
-SCHEMA = {
-    "type": "object",
-    "properties": {"unit": {"enum": ["c", "f"]}},
-    "required": ["unit"],
-    "additionalProperties": False,
-}
-
 
 @pytest.fixture
-async def agents(model: Path) -> AsyncIterator[ClientProcess]:
-    async with client_process("tests.clients.agents_client", str(model), path=[folder_of("agents")]) as process:
-        yield process
-
-
-async def native_text(client: RolloutClient, max_tokens: int = 8) -> str:
-    """Return what the native route answers to ``PROMPT``, greedily."""
-    [completion] = (await client.generate(PROMPT, temperature=0.0, max_tokens=max_tokens)).completions
-    assert completion.text is not None
-    return completion.text
+async def agents(start: Start, model: Path) -> ClientProcess:
+    return await start("agents", "agents_client", model)
 
 
 async def assert_one_branch(client: RolloutClient, session: Any, version: int, turns: int) -> None:

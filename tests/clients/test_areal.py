@@ -1,13 +1,12 @@
 """AReaL 1.0.4's RemotevLLMEngine over its VLLMBackend: rollouts, and its whole update by disk."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import folder_of
-from tests.clients.lines import ClientProcess, client_process
+from tests.clients.conftest import Start
+from tests.clients.lines import ClientProcess
 from tests.support.checkpoints import save_checkpoint
 from tests.support.native_route import assert_as_native
 from tests.support.telltale import canary_weights, token_of
@@ -19,12 +18,8 @@ LONG = 480
 
 
 @pytest.fixture
-async def areal(service_url: str, tmp_path: Path) -> AsyncIterator[ClientProcess]:
-    address = service_url.removeprefix("http://")
-    async with client_process(
-        "tests.clients.areal_client", address, str(tmp_path), path=[folder_of("areal")]
-    ) as process:
-        yield process
+async def areal(start: Start, service_url: str, tmp_path: Path) -> ClientProcess:
+    return await start("areal", "areal_client", service_url.removeprefix("http://"), tmp_path)
 
 
 async def test_rollouts_have_the_native_tokens(areal, client, push):

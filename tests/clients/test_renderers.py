@@ -1,25 +1,22 @@
 """renderers 0.1.13.dev17, with which prime-rl asks for packed logprobs of the most likely tokens."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import folder_of
-from tests.clients.lines import ClientError, ClientProcess, client_process
+from tests.clients.conftest import Start
+from tests.clients.lines import ClientError, ClientProcess
+from tests.clients.questions import HELLO
 from tests.support.native_route import assert_as_native
 
 pytestmark = pytest.mark.client("prime-rl's next renderers")
 
-HELLO = [{"role": "user", "content": "1+1"}]
 TOP_K = 4
 
 
 @pytest.fixture
-async def renderers(service_url: str, model: Path) -> AsyncIterator[ClientProcess]:
-    folder = folder_of("renderers")
-    async with client_process("tests.clients.renderers_client", service_url, str(model), path=[folder]) as process:
-        yield process
+async def renderers(start: Start, service_url: str, model: Path) -> ClientProcess:
+    return await start("renderers", "renderers_client", service_url, model)
 
 
 async def test_packed_logprobs_are_the_native_ones(renderers, client, push):

@@ -6,19 +6,19 @@ from typing import Any
 import openai
 import pytest
 
-from tests.clients.conftest import folder_of
-from tests.clients.lines import ClientProcess, client_process
+from tests.clients.conftest import Start
+from tests.clients.lines import ClientProcess
+from tests.clients.questions import HELLO
 from tests.support.native_route import assert_as_native
 
 pytestmark = pytest.mark.client("rLLM's model gateway")
 
-GREEDY_CHAT: Any = {"messages": [{"role": "user", "content": "1+1"}], "temperature": 0, "max_tokens": 8}
+GREEDY_CHAT: Any = {"messages": HELLO, "temperature": 0, "max_tokens": 8}
 
 
 @pytest.fixture
-async def rllm(service_url: str) -> AsyncIterator[ClientProcess]:
-    async with client_process("tests.clients.rllm_gateway", service_url, path=[folder_of("rllm")]) as process:
-        yield process
+async def rllm(start: Start, service_url: str) -> ClientProcess:
+    return await start("rllm", "rllm_gateway", service_url)
 
 
 @pytest.fixture

@@ -2,24 +2,14 @@
 
 import json
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
 
 import pytest
 
-from rollout_service.client import RolloutClient
 from tests.clients.conftest import folder_of
 from tests.clients.lines import ClientError, ClientProcess, client_process
+from tests.clients.questions import HELLO, PROMPT, SCHEMA, native_text
 from tests.support.native_route import assert_as_native
 
-HELLO: list[Any] = [{"role": "user", "content": "1+1"}]
-PROMPT = "user: 1+1\nassistant: "
-"""The text that the chat template makes of ``HELLO``."""
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"unit": {"enum": ["c", "f"]}},
-    "required": ["unit"],
-    "additionalProperties": False,
-}
 TOKENS = {"return_token_ids": True, "ignore_eos": True}
 GREEDY = {"temperature": 0}
 """Anthropic's SDK has no argument for it any more."""
@@ -43,13 +33,6 @@ async def sdks(request: pytest.FixtureRequest) -> AsyncIterator[ClientProcess]:
 def url(service_url: str) -> str:
     """OpenAI's ``base_url``."""
     return f"{service_url}/v1"
-
-
-async def native_text(client: RolloutClient, max_tokens: int = 8) -> str:
-    """Return what the native route answers to ``PROMPT``, greedily."""
-    [completion] = (await client.generate(PROMPT, temperature=0.0, max_tokens=max_tokens)).completions
-    assert completion.text is not None
-    return completion.text
 
 
 class TestOpenAI:

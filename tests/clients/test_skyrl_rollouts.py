@@ -3,6 +3,7 @@
 import pytest
 
 from tests.clients.lines import ClientError
+from tests.clients.questions import HELLO
 from tests.support.native_route import LOGPROB_TOLERANCE, assert_as_native
 
 pytestmark = pytest.mark.client("SkyRL")
@@ -61,7 +62,7 @@ async def test_tinker_samples_with_the_prompts_logprobs(skyrl, client, push):
 async def test_chats_and_texts_become_tokens(skyrl, client, push):
     version = await push()
     chat = {
-        "messages": [{"role": "user", "content": "1+1"}],
+        "messages": HELLO,
         "session_id": "agent-1",
         "max_tokens": 8,
         "temperature": 0.0,

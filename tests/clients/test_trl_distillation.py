@@ -1,15 +1,14 @@
 """TRL 1.16.0's distillation with the service as teacher: its client, its worker and a step of its trainer."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from rollout_service.client import RolloutClient
-from tests.clients.conftest import folder_of
-from tests.clients.lines import ClientProcess, client_process
+from tests.clients.conftest import Start
+from tests.clients.lines import ClientProcess
 from tests.support.models import random_weights
 
 pytestmark = [pytest.mark.client("TRL's distillation"), pytest.mark.timeout(1800)]  # importing TRL, twice
@@ -20,10 +19,8 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture
-async def distillation(service_url: str, model: Path, tmp_path: Path) -> AsyncIterator[ClientProcess]:
-    arguments = service_url, str(model), str(tmp_path)
-    async with client_process("tests.clients.trl_distillation", *arguments, path=[folder_of("trl")]) as process:
-        yield process
+async def distillation(start: Start, service_url: str, model: Path, tmp_path: Path) -> ClientProcess:
+    return await start("trl", "trl_distillation", service_url, model, tmp_path)
 
 
 async def scored(client: RolloutClient, tokens: list[int], start: int) -> list[dict[int, float]]:

@@ -1,26 +1,22 @@
 """verifiers 0.4 and renderers 0.1.12, prime-rl's clients for training and for evaluation."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import folder_of
-from tests.clients.lines import ClientError, ClientProcess, client_process
+from tests.clients.conftest import Start
+from tests.clients.lines import ClientError, ClientProcess
+from tests.clients.questions import HELLO
 from tests.support.native_route import assert_as_native
 
 pytestmark = pytest.mark.client("prime-rl with verifiers")
 
-HELLO = [{"role": "user", "content": "1+1"}]
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 
 
 @pytest.fixture
-async def verifiers(service_url: str, model: Path) -> AsyncIterator[ClientProcess]:
-    async with client_process(
-        "tests.clients.verifiers_client", service_url, str(model), path=[folder_of("verifiers")]
-    ) as process:
-        yield process
+async def verifiers(start: Start, service_url: str, model: Path) -> ClientProcess:
+    return await start("verifiers", "verifiers_client", service_url, model)
 
 
 async def test_training_has_the_native_tokens(verifiers, client, push):

@@ -1,5 +1,9 @@
 """Tests that only a GPU can decide: ``python -m pytest tests/gpu`` on a host with one. CI has none."""
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -15,3 +19,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A folder in memory: a log there is registered with the GPU."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)

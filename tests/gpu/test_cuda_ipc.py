@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -49,11 +48,9 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def service(model: Path) -> AsyncIterator[RealIngest]:
-    settings = {"weights": {"ingest_num_gpus": 1}}
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
-        async with real_ingest(model, Path(in_memory) / "log", **settings) as running:
-            yield running
+async def service(model: Path, in_memory: Path) -> AsyncIterator[RealIngest]:
+    async with real_ingest(model, in_memory / "log", weights={"ingest_num_gpus": 1}) as running:
+        yield running
 
 
 def arguments(service: RealIngest, model: Path, how: str, version: int, seed: int = 7) -> list[str]:

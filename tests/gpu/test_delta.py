@@ -1,7 +1,6 @@
 """Deltas of weights on a GPU, compared there, and made on a GPU: the versions that a push of all makes."""
 
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -119,12 +118,6 @@ async def test_a_comparison_waits_for_nothing_but_events(tmp_path):
         assert any(await compared.again() or ())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.fixture
-def in_memory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

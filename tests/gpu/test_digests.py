@@ -1,9 +1,5 @@
 """The digests that the GPU makes are those of xxhash, and a flipped byte in the log fails by name."""
 
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -50,12 +46,6 @@ def test_on_another_gpu_than_the_threads():
         hashing.queue(0)
         found = hashing.read(lambda number: memoryview(b""))
     assert found == xxhash.xxh3_128_digest(there.cpu().numpy().data)
-
-
-@pytest.fixture
-def in_memory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 async def test_one_flipped_byte_in_the_mapped_file_fails_the_version_by_name(in_memory, monkeypatch):

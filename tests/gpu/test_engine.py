@@ -1,14 +1,11 @@
 """A real engine on a GPU, with its kernels: it holds what was quantized, and its logprobs are the reference's."""
 
-import re
-
 import pytest
 
 from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL
-from tests.support.engine_layout import engine_digests, quantize
+from tests.gpu.held import require_held
 from tests.support.models import random_weights
 from tests.support.one_engine import mean_difference, running
-from tests.support.probe import DECODED
 
 UPDATES = 20
 FP8_MEAN = 0.06
@@ -28,9 +25,7 @@ async def test_an_engine_holds_exact_fp8_weights_after_20_updates(family, kv_cac
             weights = random_weights(one.config.model.path, seed=version)
             folder = await one.update(version, weights)
             if version in (1, UPDATES + 1):
-                held, expected = await one.digests(), engine_digests(quantize(weights))
-                unlike = {name for name in expected if not name.endswith(DECODED) and held.get(name) != expected[name]}
-                assert unlike == set(), re.sub(r"layers\.\d+", "layers.*", str(sorted(unlike)))
+                await require_held(one, weights)
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
 
 
@@ -47,8 +42,6 @@ async def test_an_engine_with_channels_holds_what_was_quantized_and_loads_it_by_
             weights = random_weights(one.config.model.path, seed=version)
             folder = await one.update(version, weights)
             if version in (1, 2, 11):
-                held, expected = await one.digests(), engine_digests(quantize(weights, form=form))
-                unlike = {name for name in expected if not name.endswith(DECODED) and held.get(name) != expected[name]}
-                assert unlike == set(), re.sub(r"layers\.\d+", "layers.*", str(sorted(unlike)))
+                await require_held(one, weights, form)
                 assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
         assert (await one.load_report())["way"] == "plan"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout_service.engine.attention.fp8_decode import SIZE, Variant, decode
-from tests.support.shared_pages import paged_attention
+from tests.interpreted.plain_decode import plain_decode
 
 CUDA = torch.device("cuda")
 LENGTHS = (1, 0, 63, 64, 65, 700, 1000, 2000)
@@ -44,13 +44,7 @@ def test_the_kernel_attends_as_fp32_attention(variant, heads, kv_heads, page, to
         scale.fill_(value)
     decode(query, keys, values, tables, lengths, (q, k, v), SIZE**-0.5, out, lse, variant=variant)
 
-    wanted = torch.empty(n, heads, SIZE, device=CUDA)
-    descales = [scale.expand(n, kv_heads) for scale in (q, k, v)]
-    _, wanted_lse = paged_attention(
-        q=query, k=keys, v=values, out=wanted, cu_seqlens_q=torch.arange(n + 1), max_seqlen_q=1, seqused_k=lengths,
-        max_seqlen_k=1 << 20, softmax_scale=SIZE**-0.5, causal=False, block_table=tables,
-        q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
-    )  # fmt: skip
+    wanted, wanted_lse = plain_decode(query, keys, values, tables, lengths, (q, k, v), SIZE**-0.5)
     there = lengths > 0
     torch.testing.assert_close(lse[:, there], wanted_lse.to(CUDA)[:, there], atol=2e-3, rtol=1e-3)
     torch.testing.assert_close(out[there].float(), wanted[there], atol=4e-3, rtol=1e-2)  # BF16 results

@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rollout_service.engine.attention.decoding import FlashAttend, chunk_sequences, grouped_decode, splits
 from rollout_service.engine.attention.grouping import Grouped, Grouping
 from rollout_service.protocol.sampling import Sampling
+from tests.interpreted.plain_decode import plain_decode
 from tests.support.models import random_weights
 from tests.support.one_engine import OneEngine, running
 from tests.support.reference import reference_logprobs, reference_model
-from tests.support.shared_pages import Batch, batch_of, expected_groups, found_groups, paged_attention
+from tests.support.shared_pages import Batch, batch_of, expected_groups, found_groups
 
 CUDA = torch.device("cuda")
 PAGE = 64
@@ -62,15 +63,10 @@ def flash(kernel: Callable[..., Any], cache: torch.Tensor, batch: Batch, size: i
 
 
 def exact(query: torch.Tensor, attend: FlashAttend, batch: Batch) -> torch.Tensor:
-    """In fp32, each sequence alone."""
-    count, heads, size = query.shape
-    output = torch.empty(count, heads, size, device=CUDA)
-    descales = [descale.expand(count, attend.keys.shape[2]) for descale in attend.descales]
-    paged_attention(
-        q=query, k=attend.keys, v=attend.values, out=output, cu_seqlens_q=torch.arange(count + 1), max_seqlen_q=1,
-        seqused_k=batch.lengths, max_seqlen_k=1 << 20, softmax_scale=attend.scale, causal=False,
-        block_table=batch.tables, q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
-    )  # fmt: skip
+    """In fp32, each sequence alone; 0 for padding, which has no tokens."""
+    output, _ = plain_decode(
+        query, attend.keys, attend.values, batch.tables, batch.lengths, attend.descales, attend.scale
+    )
     return output.nan_to_num(0.0)
 
 

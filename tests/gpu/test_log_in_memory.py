@@ -1,25 +1,15 @@
 """An engine that stages from the mapped files of a log in memory holds the bytes of each version."""
 
 import asyncio
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from rollout_service.store.manifest import read_manifest
-from tests.support.engine_layout import engine_digests, quantize
+from tests.gpu.held import require_held
 from tests.support.models import random_weights
 from tests.support.one_engine import running
-from tests.support.probe import DECODED
 
 SETTINGS = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.1, "enforce_eager": True, "staging": "device"}
-
-
-@pytest.fixture
-def in_memory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -30,8 +20,7 @@ async def test_versions_are_staged_from_files_that_are_used_again(family, in_mem
             weights = random_weights(one.config.model.path, seed=version)
             folder = await one.update(version, weights)
             files.append({path.stat().st_ino for path in folder.glob("*.safetensors")})
-            held, expected = await one.digests(), engine_digests(quantize(weights))
-            assert {n for n in expected if not n.endswith(DECODED) and held.get(n) != expected[n]} == set()
+            await require_held(one, weights)
             assert (await one.load_report())["way"] == ("layerwise" if version == 1 else "plan")
     assert len(set.union(*files)) == 3 * len(files[0])  # two versions are kept, and one is being written
 
@@ -46,8 +35,7 @@ async def test_a_version_is_staged_before_it_is_committed(family, in_memory, mon
                 await asyncio.sleep(0.01)
             folder = await one.commit_begun(version)
             await one.load(folder, version)
-            held, expected = await one.digests(), engine_digests(quantize(weights))
-            assert {n for n in expected if not n.endswith(DECODED) and held.get(n) != expected[n]} == set()
+            await require_held(one, weights)
             report = await one.load_report()
             assert report["way"] == ("layerwise" if version == 1 else "plan")
             stored_bytes = sum(tensor.nbytes for tensor in read_manifest(folder).tensors)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from tests.support.engine_layout import engine_digests, quantize
+from tests.gpu.held import require_held
 from tests.support.models import random_weights
 from tests.support.one_engine import KV_CACHE_BYTES, running
-from tests.support.probe import DECODED
 
 PROMPTS = [tuple(range(3 + i, 60 + 2 * i)) for i in range(8)]
 SETTINGS = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.1, "enable_sleep_mode": True}
@@ -28,6 +27,5 @@ async def test_an_engine_that_slept_computes_as_before(family, kv_cache, eager, 
         # again, for another version
         weights = random_weights(one.config.model.path, seed=3)
         assert await one.sleep_and_wake(await one.commit(3, weights), 3) >= KV_CACHE_BYTES
-        held, expected = await one.digests(), engine_digests(quantize(weights))
-        assert {n for n in expected if not n.endswith(DECODED) and held.get(n) != expected[n]} == set()
+        await require_held(one, weights)
         assert not torch.equal(await one.logprobs(PROMPTS), scored)

@@ -15,14 +15,14 @@ from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.store import manifest, writer
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
-from rollout_service.store.mapped_files import MappedFiles, SpareFiles
-from rollout_service.store.writer import LogMemory, VersionWriter
+from tests.interpreted.in_memory import assert_same_files, writer_in
 
-CHUNK = 4096
+pytestmark = pytest.mark.usefixtures("host_digests")
+CHUNK = 2048
 SHAPES = {
-    "large": (3, 2055),
-    "odd": (1, 4001),
-    "end": (4096 + 100,),
+    "large": (3, CHUNK // 2 + 7),
+    "odd": (1, CHUNK - 95),
+    "end": (CHUNK + 100,),
     "scales": (5, 20),
     "none": (0, 4),
     "chunk": (CHUNK,),
@@ -41,11 +41,8 @@ def stored(
     turn: "threading.Lock | None" = None,
 ) -> tuple[StoredTensor, ...]:
     """``checks``: of these tensors, what is found of their numbers."""
-    folder.mkdir()
-    spare = SpareFiles(folder)
-    spare.begin()
     slots = [TensorSlot(name=name, dtype="int8", shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
-    writer = VersionWriter(folder, Layout(slots), LogMemory(MappedFiles(), spare))
+    writer = writer_in(folder, Layout(slots))
     asked = DeferredChecks()
     with BatchedStore(writer, gpu, asked, turn or threading.Lock()) as filling:
         for name, tensor in tensors.items():
@@ -80,8 +77,7 @@ def test_digests_and_bytes_are_those_of_the_host(tmp_path, monkeypatch, held_byt
     monkeypatch.setattr(batched_store, "_HELD_BYTES", held_bytes)
     monkeypatch.setattr(batched_store, "_MIN_PACKED", least_packed)
     assert stored(tmp_path / "gpu", tensors, gpu) == by_host
-    for file in {tensor.file for tensor in by_host}:
-        assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "host" / file).read_bytes()
+    assert_same_files(by_host, tmp_path / "gpu", tmp_path / "host")
 
 
 @pytest.mark.parametrize("held_bytes", [1, 1 << 30])

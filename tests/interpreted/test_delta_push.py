@@ -1,10 +1,8 @@
 """Pushes of what has changed in tensors that count as a GPU's: quantized by the kernel in Triton's interpreter, and
 looked at and compared as on a GPU. Streams are left out: tests/gpu/test_delta.py."""
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,43 +12,15 @@ from rollout_service.errors import QuantizationError
 from rollout_service.model import convert
 from rollout_service.protocol import delta
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.quant import quantizer
-from rollout_service.quant.deferred_checks import DeferredChecks
-from rollout_service.quant.quantizer import Named, Quantized, Quantizer
+from tests.interpreted.as_on_gpu import AsOnGpu
 from tests.support.models import make_smallest_qwen3
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.ingest.trainer import folder_weights
 
+pytestmark = pytest.mark.usefixtures("host_digests")
 Tensors = dict[str, torch.Tensor]
 NORM, UP_PROJ, HEAD = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
 INPUT_NORM = "model.layers.0.input_layernorm.weight"
-
-
-class AsOnGpu:
-    """What lies on the CPU counts as a GPU's for whoever asks ``checks``."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked = 0
-        """Calls of the quantizer that did not wait."""
-        self._quantize = Quantizer.quantize
-
-        def quantize(
-            of: Quantizer, weights: Sequence[Named], *, checks: DeferredChecks | None = None, **where: bool
-        ) -> list[Quantized]:
-            if checks is None:
-                return self._quantize(of, weights, **where)
-            self.asked += 1
-            return of._on_gpu(weights, torch.device("cpu"), to_cpu=False, later=checks)
-
-        @contextmanager
-        def no_stream(gpu: torch.device) -> Iterator[SimpleNamespace]:
-            yield SimpleNamespace(synchronize=lambda: None)
-
-        for module in (convert, _compare):
-            monkeypatch.setattr(module, "lies_on_gpu", lambda tensor: True)
-        monkeypatch.setattr(quantizer, "own_stream", no_stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: None)
-        monkeypatch.setattr(Quantizer, "quantize", quantize)
 
 
 @pytest.fixture
@@ -71,7 +41,7 @@ def weights(tmp_path: Path, service: RealIngest) -> Tensors:
 
 @pytest.fixture
 def as_on_gpu(service: RealIngest, monkeypatch: pytest.MonkeyPatch) -> AsOnGpu:
-    return AsOnGpu(monkeypatch)
+    return AsOnGpu(monkeypatch, convert, _compare)
 
 
 def stepped(weights: Tensors) -> Tensors:

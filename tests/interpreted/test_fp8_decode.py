@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from rollout_service.engine.attention.fp8_decode import SIZE, Before, Variant, _halves, decode, splits_of
-from tests.support.shared_pages import paged_attention
+from tests.interpreted.plain_decode import plain_decode
 
 PAGE = 32
 LENGTHS = (70, 1, 0, 64, 33)
@@ -40,19 +40,20 @@ def test_every_code_becomes_its_value():
     assert torch.equal(second[: len(codes)].float() * 256, wanted.flip(0))
 
 
-def plain(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Results and LSE of plain attention."""
-    n, heads, _ = query.shape
-    out = torch.empty(n, heads, SIZE)
-    q_descale, k_descale, v_descale = (scale.expand(n, keys.shape[2]) for scale in SCALES)
-    _, lse = paged_attention(
-        q=query, k=keys, v=values, out=out, cu_seqlens_q=torch.arange(n + 1), max_seqlen_q=1, seqused_k=lengths,
-        max_seqlen_k=1 << 20, softmax_scale=SIZE**-0.5, causal=False, block_table=tables,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-    )  # fmt: skip
-    return out, lse
+    return plain_decode(*given, SCALES, SIZE**-0.5)
+
+
+def pages_of(kv_heads: int, earlier: int, layout: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of pages for ``LENGTHS`` tokens behind ``earlier`` pages of each sequence, and the tables."""
+    n, pages = len(LENGTHS), earlier + -(-max(LENGTHS) // PAGE)
+    order = (kv_heads, PAGE) if layout == "heads first" else (PAGE, kv_heads)
+    cache = fp8(1 + n * pages, *order, 2 * SIZE, seed=seed)
+    by_token = cache.transpose(1, 2) if layout == "heads first" else cache
+    keys, values = by_token.split(SIZE, dim=-1)
+    tables = (torch.randperm(n * pages, generator=torch.Generator().manual_seed(1)) + 1).int().view(n, pages)
+    return keys, values, tables
 
 
 @pytest.mark.parametrize(
@@ -66,12 +67,8 @@ def plain(
 )
 def test_the_kernel_attends_as_plain_attention(heads, kv_heads, block, splits, layout):
     """Lengths that are no multiple of anything, parts without a token, and blocks smaller and larger than a page."""
-    n, pages = len(LENGTHS), -(-max(LENGTHS) // PAGE)
-    order = (kv_heads, PAGE) if layout == "heads first" else (PAGE, kv_heads)
-    cache = fp8(1 + n * pages, *order, 2 * SIZE, seed=heads)
-    by_token = cache.transpose(1, 2) if layout == "heads first" else cache
-    keys, values = by_token.split(SIZE, dim=-1)
-    tables = (torch.randperm(n * pages, generator=torch.Generator().manual_seed(1)) + 1).int().view(n, pages)
+    n = len(LENGTHS)
+    keys, values, tables = pages_of(kv_heads, 0, layout, seed=heads)
     query, lengths = fp8(n, heads, SIZE, seed=1), torch.tensor(LENGTHS, dtype=torch.int32)
     out, lse = torch.full((n, heads, SIZE), torch.nan), torch.full((heads, n), torch.nan)
     variant = Variant("plain", block=block, splits=splits)
@@ -89,10 +86,7 @@ def test_the_kernel_attends_as_plain_attention(heads, kv_heads, block, splits, l
 def test_the_kernel_goes_on_from_a_result_over_earlier_tokens(splits):
     """Some sequences have one, in another order; a row whose LSE is not finite counts for nothing, NaN as it is."""
     n, heads, kv_heads, earlier = len(LENGTHS), 8, 2, 2  # pages
-    pages = earlier + -(-max(LENGTHS) // PAGE)
-    cache = fp8(1 + n * pages, kv_heads, PAGE, 2 * SIZE, seed=3).transpose(1, 2)
-    keys, values = cache.split(SIZE, dim=-1)
-    tables = (torch.randperm(n * pages, generator=torch.Generator().manual_seed(1)) + 1).int().view(n, pages)
+    keys, values, tables = pages_of(kv_heads, earlier, "heads first", seed=3)
     query, own = fp8(n, heads, SIZE, seed=1), torch.tensor(LENGTHS, dtype=torch.int32)
     has = torch.tensor([True, False, True, True, False])  # the third has nothing else
     rows = torch.tensor([3, -1, 0, 1, 2], dtype=torch.int32)  # the last one's is without tokens

@@ -7,6 +7,7 @@ import torch
 from rollout_service.engine.attention.decoding import FlashAttend, chunk_sequences, grouped_decode, splits
 from rollout_service.engine.attention.grouping import Grouping
 from rollout_service.engine.attention.merging import merge, spread
+from tests.interpreted.plain_decode import plain_decode
 from tests.support.shared_pages import Batch, batch_of, paged_attention
 
 PAGE = 16
@@ -27,17 +28,9 @@ def pages_of(batch: Batch, heads: int, size: int, dtype: torch.dtype, layout: st
 
 
 def plain(query: torch.Tensor, attend: FlashAttend, batch: Batch) -> torch.Tensor:
-    """A row a sequence, against its whole table, in one pass."""
-    count = len(query)
-    out = torch.empty(query.shape)
-    shape = (count, attend.keys.shape[2])
-    q_descale, k_descale, v_descale = (descale.expand(shape) for descale in attend.descales)
-    paged_attention(
-        q=query, k=attend.keys, v=attend.values, out=out, cu_seqlens_q=torch.arange(count + 1), max_seqlen_q=1,
-        seqused_k=batch.lengths, max_seqlen_k=1 << 20, softmax_scale=attend.scale, causal=False,
-        block_table=batch.tables, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-    )  # fmt: skip
-    return out.nan_to_num(0.0)  # of padding, which has no tokens
+    """A row a sequence, against its whole table, in one pass; 0 for padding, which has no tokens."""
+    out, _ = plain_decode(query, attend.keys, attend.values, batch.tables, batch.lengths, attend.descales, attend.scale)
+    return out.nan_to_num(0.0)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,15 @@ from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store import manifest as manifest_module
 from rollout_service.store import reading
-from rollout_service.store.layout import Layout
+from rollout_service.store import writer as writer_module
 from rollout_service.store.log import WeightLog
-from rollout_service.store.manifest import Manifest, Recipe, read_manifest
-from rollout_service.store.mapped_files import MappedFiles, SpareFiles
-from rollout_service.store.writer import LogMemory, VersionWriter
+from rollout_service.store.manifest import read_manifest
+from rollout_service.store.mapped_files import SpareFiles
+from rollout_service.store.writer import LogMemory
+from tests.interpreted.in_memory import Upload, log_memory
 from tests.unit.store.versions import FIRST, SECOND, commit, flip_a_byte
+
+pytestmark = pytest.mark.usefixtures("host_digests")
 
 
 class Experts(QuantizeMethodBase):
@@ -224,8 +227,8 @@ def test_a_buffer_derived_from_weights_is_never_left_to_a_plan(log, derives, say
         assert re.search(says, report["no_plan"])
 
 
-ROWS, COLUMNS = 2048, 640
-"""Of each of the two matrices, fp32: 5 chunks, and a chunk ends inside a row."""
+ROWS, COLUMNS, CHUNK = 64, 40, 2100
+"""Of each of the two matrices, fp32, and of their chunks in bytes: 5 a matrix, and a chunk ends inside a row."""
 
 
 class Shard(Model):
@@ -247,61 +250,55 @@ class Shard(Model):
         return tensor if dim is None else tensor.chunk(2, dim)[self._rank]
 
 
-def written(
-    log: WeightLog, version: int, *, extra: bool = False, memory: LogMemory | None = None
-) -> tuple[dict[str, torch.Tensor], VersionWriter]:
+@pytest.fixture
+def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightLog:
+    """A log for versions that ``begin`` begins, with chunks as small as their tensors."""
+    for module in (manifest_module, reading, read_ahead, writer_module):
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+    return WeightLog(tmp_path / "log")
+
+
+def begin(
+    log: WeightLog, version: int, memory: LogMemory, *, extra: bool = False
+) -> tuple[dict[str, torch.Tensor], Upload]:
     """A version of random numbers that is not committed. ``extra``: with a tensor that the model does not have."""
     generator = torch.Generator().manual_seed(version)
     shapes = {"rows.weight": (ROWS, COLUMNS), "norm.weight": (COLUMNS,), "columns.weight": (ROWS, COLUMNS)}
     shapes |= {"extra.weight": (COLUMNS,)} if extra else {}
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    folder = log.staging(version)
-    folder.mkdir(parents=True)
-    slots = [TensorSlot(name=n, dtype="float32", shape=s) for n, s in shapes.items()]
-    writer = VersionWriter(folder, Layout(slots), memory)
-    for name, tensor in tensors.items():
-        if memory is None:
-            writer.write(name, tensor.numpy().data)
-        else:
-            writer.slot(name)[:] = tensor.numpy().data.cast("B")
-            writer.filled(name)
-    return tensors, writer
-
-
-def commit_written(log: WeightLog, version: int, writer: VersionWriter) -> None:
-    recipe = Recipe(weights="none")
-    log.commit(Manifest(version=version, fingerprint="model", recipe=recipe, tensors=writer.finish()), "keep")
+    upload = Upload(log, version, [TensorSlot(name=n, dtype="float32", shape=s) for n, s in shapes.items()], memory)
+    upload.store({name: tensor.numpy().data.cast("B") for name, tensor in tensors.items()})
+    return tensors, upload
 
 
 def commit_matrices(log: WeightLog, version: int, *, extra: bool = False) -> dict[str, torch.Tensor]:
-    """A version of ``written``, committed; returns its tensors."""
-    tensors, writer = written(log, version, extra=extra)
-    commit_written(log, version, writer)
+    """A version of ``begin``, committed; returns its tensors."""
+    tensors, upload = begin(log, version, log_memory(log.root), extra=extra)
+    upload.commit()
     return tensors
 
 
+def assert_loaded(model: Shard, tensors: dict[str, torch.Tensor]) -> None:
+    """Compare the parameters of a rank with its parts of a version."""
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, model.part(name, tensors[name])), name
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_upload_to_a_log_in_memory_is_read_before_it_is_committed(rank, tmp_path, monkeypatch):
-    for name, value in {"ROWS": 64, "COLUMNS": 40}.items():  # hashing takes long in the interpreter
-        monkeypatch.setitem(globals(), name, value)
-    for module in (manifest_module, reading, read_ahead):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
+def test_an_upload_to_a_log_in_memory_is_read_before_it_is_committed(rank, shards, monkeypatch):
     # the device is this machine's memory
     monkeypatch.setattr(staging, "pin", lambda _: lambda: None)
     monkeypatch.setattr(SpareFiles, "are_kept_in", staticmethod(lambda _: True))
-    log, model = WeightLog(tmp_path / "log"), Shard(rank)
-    memory = LogMemory(MappedFiles(), SpareFiles(log.root))
-    memory.spare.begin()
+    model, memory = Shard(rank), log_memory(shards.root)
     engine = serving(model, rank, world_size=2, staging="device")
     for version in range(4):
-        tensors, writer = written(log, version, memory=memory)
+        tensors, upload = begin(shards, version, memory)
         if (ahead := engine._stager._reading_ahead) is not None:
             ahead.result(60)
-        commit_written(log, version, writer)
-        report = update(engine, log.folder(version))
+        upload.commit()
+        report = update(engine, shards.folder(version))
         assert report["way"] == ("plan" if version else "layerwise")
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, model.part(name, tensors[name])), (version, name)
+        assert_loaded(model, tensors)
         stored_bytes = sum(tensor.nbytes for tensor in tensors.values())
         if version == 0:
             assert "ahead_bytes" not in report
@@ -314,38 +311,36 @@ def test_an_upload_to_a_log_in_memory_is_read_before_it_is_committed(rank, tmp_p
 
 class TestTensorParallelRank:
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(self, rank, tmp_path, monkeypatch):
+    def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(self, rank, shards, monkeypatch):
         monkeypatch.setattr(staging, "_SLACK_BYTES", 64)
-        monkeypatch.setattr(staging, "PIECE_BYTES", 2 << 20)
-        log, model = WeightLog(tmp_path / "log"), Shard(rank)
+        monkeypatch.setattr(staging, "PIECE_BYTES", 2 * CHUNK)
+        model = Shard(rank)
         engine = serving(model, rank, world_size=2)
         shard_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
         for version, way in ((0, "layerwise"), (1, "plan"), (2, "plan")):
-            tensors = commit_matrices(log, version)
-            report = update(engine, log.folder(version))
+            tensors = commit_matrices(shards, version)
+            report = update(engine, shards.folder(version))
             assert report["way"] == way, report
             assert ("unstaged" in report) == (version == 0)
             assert (report["staged_bytes"], report["area_bytes"]) == (shard_bytes, shard_bytes + 64)
-            for name, parameter in model.named_parameters():
-                assert torch.equal(parameter, model.part(name, tensors[name])), name
+            assert_loaded(model, tensors)
         assert report["copies"] <= 3
 
     @pytest.mark.parametrize(("rank", "finds_it"), [(0, True), (1, False)])
-    def test_rank_0_checks_bytes_that_only_the_other_rank_loads(self, rank, finds_it, tmp_path, monkeypatch):
+    def test_rank_0_checks_bytes_that_only_the_other_rank_loads(self, rank, finds_it, shards, monkeypatch):
         monkeypatch.setattr(staging, "_SLACK_BYTES", 64)
-        log = WeightLog(tmp_path / "log")
         engine = serving(Shard(rank), rank, world_size=2)
-        commit_matrices(log, 0)
-        update(engine, log.folder(0))
-        commit_matrices(log, 1)
-        [matrix] = [tensor for tensor in log.manifest(1).tensors if tensor.name == "rows.weight"]
+        commit_matrices(shards, 0)
+        update(engine, shards.folder(0))
+        commit_matrices(shards, 1)
+        [matrix] = [tensor for tensor in shards.manifest(1).tensors if tensor.name == "rows.weight"]
         # the first chunk is of rows of rank 0 alone, the last one of rows of rank 1
         position = matrix.offset + (matrix.nbytes - 1 if rank == 0 else 0)
-        path = log.folder(1) / matrix.file
+        path = shards.folder(1) / matrix.file
         data = bytearray(path.read_bytes())
         data[position] ^= 1
         path.write_bytes(data)
-        corrupt = stage(engine, log.folder(1)).corrupt
+        corrupt = stage(engine, shards.folder(1)).corrupt
         assert (corrupt is not None) == finds_it
         if corrupt is not None:
             assert "rows.weight" in corrupt[0] and corrupt[1]["chunk"] == 4
@@ -363,13 +358,12 @@ class TestTensorParallelRank:
         with pytest.raises(LogCorrupt, match=FIRST):
             engine.receive_weights(LogUpdateInfo(folder=str(log.folder(3))))
 
-    def test_another_layout_loads_layerwise_and_gets_its_own_plan(self, tmp_path):
-        log, model = WeightLog(tmp_path / "log"), Shard(rank=1)
+    def test_another_layout_loads_layerwise_and_gets_its_own_plan(self, shards):
+        model = Shard(rank=1)
         engine = serving(model, rank=1, world_size=2)
         cases = ((False, "layerwise"), (False, "plan"), (True, "layerwise"), (True, "plan"), (False, "layerwise"))
         for version, (extra, way) in enumerate(cases):
-            tensors = commit_matrices(log, version, extra=extra)
-            report = update(engine, log.folder(version))
+            tensors = commit_matrices(shards, version, extra=extra)
+            report = update(engine, shards.folder(version))
             assert report["way"] == way and "unstaged" not in report, report
-            for name, parameter in model.named_parameters():
-                assert torch.equal(parameter, model.part(name, tensors[name])), name
+            assert_loaded(model, tensors)

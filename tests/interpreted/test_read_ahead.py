@@ -17,14 +17,13 @@ from rollout_service.engine.loading.read_ahead import CopyPieces, ReadAhead
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store import manifest as manifest_module
 from rollout_service.store import reading
-from rollout_service.store.durable_io import remove_tree
-from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog
-from rollout_service.store.manifest import Manifest, Recipe
-from rollout_service.store.mapped_files import MappedFiles, SpareFiles
+from rollout_service.store.manifest import Manifest
+from rollout_service.store.mapped_files import MappedFiles
 from rollout_service.store.reading import Piece, VersionReader, pieces
-from rollout_service.store.writer import LogMemory, VersionWriter
+from tests.interpreted.in_memory import Upload, log_memory
 
+pytestmark = pytest.mark.usefixtures("host_digests")
 CHUNK, PASSAGE = 1000, 2048
 SHAPES = {"first": (5, 7), "matrix": (60, 100), "small": (1, 20), "last": (30, 41), "end": (3000,)}
 WAIT_S = 60
@@ -42,48 +41,24 @@ def drawn(seed: int) -> dict[str, bytes]:
     return {name: draw.randbytes(torch.Size(shape).numel()) for name, shape in SHAPES.items()}
 
 
-class Upload:
-    """Of a version to a log in memory."""
-
-    def __init__(self, log: WeightLog, version: int, names: Iterable[str] = SHAPES) -> None:
-        spare = SpareFiles(log.root)
-        spare.begin()
-        self.version, self._log, self._folder = version, log, log.staging(version)
-        self._folder.mkdir(parents=True)
-        slots = [TensorSlot(name=name, dtype="int8", shape=SHAPES[name]) for name in names]
-        self._writer = VersionWriter(self._folder, Layout(slots), LogMemory(MappedFiles(), spare))
-
-    def store(self, data: dict[str, bytes]) -> None:
-        for name, held in data.items():
-            self._writer.slot(name)[:] = held
-            self._writer.filled(name)
-
-    def commit(self) -> Manifest:
-        manifest = Manifest(
-            version=self.version, fingerprint="", recipe=Recipe(weights="none"), tensors=self._writer.finish()
-        )
-        self._log.commit(manifest, "keep")
-        return manifest
-
-    def drop(self, *, is_killed: bool = False) -> None:
-        """Remove its files, of an ingest that was killed as its successor does: nobody has ended the upload."""
-        if not is_killed:
-            self._writer.close()
-        remove_tree(self._folder)
+def begun(log: WeightLog, version: int, names: Iterable[str] = SHAPES) -> Upload:
+    """Begin an upload of a version."""
+    slots = [TensorSlot(name=name, dtype="int8", shape=SHAPES[name]) for name in names]
+    return Upload(log, version, slots, log_memory(log.root))
 
 
 class Reader:
     """A worker that has loaded a version and reads ahead in a thread; its area."""
 
     def __init__(self, log: WeightLog, placement: Placement, *, every: bool = True) -> None:
-        uploaded = Upload(log, 1)
-        uploaded.store(drawn(1))
+        first = begun(log, 1)
+        first.store(drawn(1))
         self.placement, self._log, self._every = placement, log, every
         self.area = torch.zeros(placement.nbytes, dtype=torch.uint8)
         self._bounce_buffers = torch.zeros(3 * PASSAGE, dtype=torch.uint8).split(PASSAGE)
         self._mapped = MappedFiles()
         self._read: queue.Queue[set[str]] = queue.Queue()
-        self.ahead = ReadAhead(uploaded.commit(), placement, PASSAGE, every=every)
+        self.ahead = ReadAhead(first.commit(), placement, PASSAGE, every=every)
         self._thread = threading.Thread(target=self.ahead.run, args=(log.root, self._copying), daemon=True)
         self._thread.start()
 
@@ -136,7 +111,7 @@ WHOLE = Placement([Span(name, 0, torch.Size(shape).numel()) for name, shape in S
 
 def test_what_is_stored_is_read_before_the_commit_and_not_again(log):
     reader, data = Reader(log, WHOLE), drawn(2)
-    upload = Upload(log, 2)
+    upload = begun(log, 2)
     upload.store({name: data[name] for name in ("first", "matrix")})
     reader.wait_for({"first", "matrix"})  # but for the piece that has the small one, too
     upload.store({name: data[name] for name in ("small", "last", "end")})
@@ -150,7 +125,7 @@ def test_what_is_stored_is_read_before_the_commit_and_not_again(log):
 def test_a_rank_reads_the_pieces_of_its_own_rows(log):
     rows = Placement([Span("matrix", 0, 1500), Span("last", 41, 82)])
     reader, data = Reader(log, rows, every=False), drawn(2)
-    upload = Upload(log, 2)
+    upload = begun(log, 2)
     upload.store(data)
     reader.ended()
     manifest = upload.commit()
@@ -160,7 +135,7 @@ def test_a_rank_reads_the_pieces_of_its_own_rows(log):
 
 def test_what_was_not_read_when_it_is_committed_is_read_then(log):
     reader, data = Reader(log, WHOLE), drawn(2)
-    upload = Upload(log, 2)
+    upload = begun(log, 2)
     upload.store({"end": data["end"]})
     reader.wait_for({"end"})
     reader.stopped()
@@ -176,7 +151,7 @@ def test_what_was_not_read_when_it_is_committed_is_read_then(log):
 @pytest.mark.parametrize("name", ["first", "end"])  # the first one is hashed by the host
 def test_a_tensor_that_is_stored_again_is_read_again(log, name):
     reader, data = Reader(log, WHOLE), drawn(2)
-    upload = Upload(log, 2)
+    upload = begun(log, 2)
     upload.store(data)
     reader.ended()
     data[name] = drawn(3)[name]
@@ -190,7 +165,7 @@ def test_a_tensor_that_is_stored_again_is_read_again(log, name):
 def half_read(log: WeightLog) -> tuple[Reader, dict[str, bytes], Upload]:
     """An upload of version 2 whose ``matrix`` and ``end`` were read, and what comes after it: ``end`` is the same."""
     reader, data = Reader(log, WHOLE), drawn(3)
-    upload = Upload(log, 2)
+    upload = begun(log, 2)
     upload.store({"matrix": drawn(2)["matrix"], "end": data["end"]})
     reader.wait_for({"matrix", "end"})
     return reader, data, upload
@@ -200,7 +175,7 @@ def half_read(log: WeightLog) -> tuple[Reader, dict[str, bytes], Upload]:
 def test_after_an_upload_that_was_dropped_the_next_one_is_read(log, is_killed, version):
     reader, data, dropped = half_read(log)
     dropped.drop(is_killed=is_killed)
-    upload = Upload(log, version)
+    upload = begun(log, version)
     upload.store({name: data[name] for name in ("matrix", "last")})
     reader.wait_for({"matrix", "last"})
     upload.store({name: data[name] for name in ("first", "small", "end")})
@@ -212,14 +187,14 @@ def test_a_reader_of_an_upload_whose_ingest_was_killed_ends_when_it_is_told_to(l
     reader, data, killed = half_read(log)
     reader.stopped()
     killed.drop(is_killed=True)
-    upload = Upload(log, 3)
+    upload = begun(log, 3)
     upload.store(data)
     assert reader.remaining_pieces(upload.commit()) == set(SHAPES) - {"end"} and reader.holds(data)
 
 
 def test_an_upload_of_other_tensors_is_not_read(log):
     reader, data = Reader(log, WHOLE), drawn(2)
-    upload = Upload(log, 2, names=reversed(SHAPES))
+    upload = begun(log, 2, names=reversed(SHAPES))
     upload.store(data)
     manifest = upload.commit()
     reader.stopped()

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout_service.quant import cuda
 from rollout_service.quant.blockwise import quantize_blockwise
 from rollout_service.quant.cuda import GroupedQuantization
 from rollout_service.quant.formats import FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL
@@ -19,15 +18,11 @@ def test_a_group_of_any_matrices_gets_the_bytes_of_the_reference(group, power_of
     assert_bytes_of_the_reference(group, power_of_two=power_of_two)
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # one for all examples
+@pytest.mark.usefixtures("large_programs")
 @given(st.lists(weights(views=True, stacked=True), max_size=2), st.sampled_from([FP8_CHANNEL, INT8_CHANNEL]))
 def test_rows_too(group, form):
-    # a program of more rows and fewer columns: an eighth of the programs, each of which the interpreter takes a
-    # millisecond for, and most matrices are longer than one holds
-    with pytest.MonkeyPatch.context() as tile:
-        tile.setattr(cuda, "_ROWS", 32)
-        tile.setattr(cuda, "_COLUMNS", 128)
-        assert_bytes_of_the_reference(group, form=form)
+    assert_bytes_of_the_reference(group, form=form)
 
 
 @pytest.mark.parametrize("form", [FP8_CHANNEL, INT8_CHANNEL], ids=lambda form: form.name)
@@ -35,11 +30,12 @@ def test_rows_in_the_programs_that_a_gpu_gets(form):
     assert_bytes_of_the_reference([torch.randn(5, 5000).bfloat16(), torch.randn(5, 15).T], form=form)
 
 
+@pytest.mark.usefixtures("large_programs")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.4e38])
-@pytest.mark.parametrize(("form", "place"), [(FP8_BLOCK, [1, 0]), (FP8_CHANNEL, [200, 0]), (INT8_CHANNEL, [200, 0])])
+@pytest.mark.parametrize(("form", "place"), [(FP8_BLOCK, [1, 0]), (FP8_CHANNEL, [130, 0]), (INT8_CHANNEL, [130, 0])])
 def test_a_bad_weight_shows_in_the_scale_of_its_block_or_row_alone(form, place, bad):
-    weight = torch.randn(300, 300)
-    weight[200, 5] = bad
+    weight = torch.randn(150, 150)
+    weight[130, 5] = bad
     codes, scales = outputs([weight], form)
     GroupedQuantization([weight], codes, scales, form=form).run()
     assert (~torch.isfinite(scales[0])).nonzero().tolist() == [place]

@@ -20,14 +20,14 @@ from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.model import convert
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.upload import BeginUpload, TrainerRecipe, UploadTensor
+from rollout_service.protocol.upload import BeginUpload, TrainerRecipe
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import StoredTensor
-from rollout_service.store.mapped_files import MappedFiles, SpareFiles
 from rollout_service.store.staged_file import StagedFile, StagingSpace
-from rollout_service.store.writer import LogMemory
-from tests.interpreted.test_conversion import no_stream
+from tests.interpreted.as_on_gpu import no_stream
+from tests.interpreted.in_memory import assert_same_files, log_memory, table_of
 
+pytestmark = pytest.mark.usefixtures("host_digests")
 SHAPES = {"embedding": (40, 96), "norm": (33,)} | {f"w{i}": (130, 64 + i) for i in range(6)} | {"none": (0, 5)}
 RECIPE = TrainerRecipe(weights="fp8_block", quantized=tuple(name for name in SHAPES if name[0] == "w"))
 MODEL = cast(ServedModel, SimpleNamespace(head="", embedding="", tied=False, stored=SHAPES))
@@ -48,18 +48,12 @@ def stream_of(weights: Weights) -> bytes:
 
 def begun(folder: Path, weights: Weights, executor: ThreadPoolExecutor) -> UploadSession:
     """Begin an upload into memory that only the tests of a GPU take for registered."""
-    spare = SpareFiles(folder)
-    spare.begin()
-    table = tuple(
-        UploadTensor(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-        for name, tensor in weights.items()
-    )
     config = WeightsConfig(root=folder, part_bytes=PART_BYTES)
     resources = Resources(config, WeightLog(folder), MODEL, Converter(RECIPE, device="cpu"))
     resources.executor = resources.gpu_executor = executor
-    resources.memory = LogMemory(MappedFiles(lambda memory: lambda: None), spare)
+    resources.memory = log_memory(folder, lambda memory: lambda: None)
     resources.space = StagingSpace(folder / "kept")
-    return UploadSession(BeginUpload(version=1, tensors=table), folder / "1", resources)
+    return UploadSession(BeginUpload(version=1, tensors=table_of(weights)), folder / "1", resources)
 
 
 async def accept(staged: UploadSession, stream: bytes, numbers: Iterable[int]) -> None:
@@ -122,8 +116,7 @@ async def test_a_planned_upload_is_stored_as_on_the_host(tmp_path, by_host, exec
     await accept(staged, stream_of(codes()), [*range(1, staged.record.num_parts), 0])
     assert await staged.finish() == by_host
     assert sum(planned) >= len(stream_of(codes())) > 4 * PART_BYTES
-    for file in {tensor.file for tensor in by_host}:
-        assert (tmp_path / "1" / file).read_bytes() == (tmp_path / "host" / "1" / file).read_bytes()
+    assert_same_files(by_host, tmp_path / "1", tmp_path / "host" / "1")
 
 
 @pytest.mark.usefixtures("planned")

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,24 @@ class Served:
         return (self.folder / "output").read_text()
 
 
+@contextmanager
+def started(folder: Path, environment: Sequence[str], model: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the command in ``folder`` until the block ends; the block begins once it serves."""
+    output = folder / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [*environment, COMMAND, "serve", model, "--port", str(port)], cwd=folder, stdout=file, stderr=file
+        )
+    try:
+        while "Ctrl-C ends it." not in output.read_text():
+            assert process.poll() is None, output.read_text()
+            time.sleep(0.5)
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+
+
 def log_of(port: int) -> Path:
     """Return the folder of the log, as the service at ``port`` tells it."""
     return Path(httpx.get(f"http://127.0.0.1:{port}/v1/fleet").json()["log"]["root"])
@@ -56,25 +75,13 @@ def log_of(port: int) -> Path:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder, mark, port = tmp_path_factory.mktemp("serve"), uuid.uuid4().hex, free_port()
     make_tiny_qwen3(folder / "published")
-    with hub_server() as hub, (folder / "output").open("wb") as output:
+    with hub_server() as hub:
         commit = hub.publish(REPO, folder / "published")
-        process = subprocess.Popen(
-            [*hub.env(folder / "hf", **{MARK: mark}), COMMAND, "serve", REPO, "--port", str(port)],
-            cwd=folder,
-            stdout=output,
-            stderr=output,
-        )
-        served = Served(process, folder, port, commit, mark)
-        try:
-            while "Ctrl-C ends it." not in served.said:
-                assert process.poll() is None, served.said
-                time.sleep(0.5)
+        with started(folder, hub.env(folder / "hf", **{MARK: mark}), REPO, port) as process:
+            served = Served(process, folder, port, commit, mark)
             assert served.log.is_dir()
             yield served
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait()
-            shutil.rmtree(served.log)
+        shutil.rmtree(served.log)
 
 
 def test_what_it_prints_works(served):
@@ -110,27 +117,16 @@ async def test_ctrl_c_ends_it_and_leaves_nothing(served):
 
 async def test_sigterm_answers_what_is_open_and_leaves_nothing(tmp_path):
     make_tiny_qwen3(tmp_path / "model")
-    mark, port, output = uuid.uuid4().hex, free_port(), tmp_path / "output"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            ["env", f"{MARK}={mark}", COMMAND, "serve", "model", "--port", str(port)],
-            cwd=tmp_path,
-            stdout=file,
-            stderr=file,
-        )
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None) as http:
-        try:
-            while "Ctrl-C ends it." not in output.read_text():
-                assert process.poll() is None, output.read_text()
-                await asyncio.sleep(0.5)
-            log = log_of(port)
+    mark, port = uuid.uuid4().hex, free_port()
+    with started(tmp_path, ["env", f"{MARK}={mark}"], "model", port) as process:
+        log = log_of(port)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None) as http:
             (await http.post("/pause")).raise_for_status()  # what is asked for now is never answered
             asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 4}))
             while not (await http.get("/v1/fleet")).json()["replicas"][0]["running"]:
                 await asyncio.sleep(0.2)
-        finally:
             process.terminate()
-        answer = await asking
+            answer = await asking
         status = await asyncio.to_thread(process.wait)
     assert answer.status_code == 503 and "Retry-After" in answer.headers
     assert "this gateway ends before" in answer.json()["error"]["message"]

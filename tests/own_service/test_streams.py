@@ -3,15 +3,14 @@
 import asyncio
 import json
 import sys
-from pathlib import Path
 
 from benchmarks.common.paths import CPU_DEPLOYMENT
 from rollout_service.client import RolloutClient
 from rollout_service.local import running_service
+from tests.own_service.apart import run_apart
 from tests.support.processes import descendants
 from tests.support.telltale import assert_pure, canary_weights
 
-PROJECT = Path(__file__).parents[2]
 RUN = """
 import asyncio, sys
 from tests.own_service.test_streams import lose_a_replica
@@ -59,13 +58,8 @@ async def lose_a_replica(folder: str) -> None:
 
 
 async def test_rollouts_outlive_a_killed_replica_with_their_tokens(tmp_path):
-    # in a process of its own: this one may have the session's service
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", RUN, str(tmp_path), cwd=PROJECT, stdout=asyncio.subprocess.PIPE
-    )
-    output, _ = await process.communicate()
-    ended = [json.loads(line) for line in output.splitlines() if line.startswith(b"[")]
-    assert process.returncode == 0 and len(ended) == 2 * AT_ONCE
+    ended = [json.loads(line) for line in await run_apart(RUN, str(tmp_path)) if line.startswith("[")]
+    assert len(ended) == 2 * AT_ONCE
     assert {tokens for tokens, _, _ in ended} == {TOKENS}
     # those of the killed replica have tokens of both
     assert any(replicas == 2 and attempts > 1 for _, replicas, attempts in ended)
