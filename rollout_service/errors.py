@@ -261,7 +261,8 @@ def from_wire(status: int, body: object) -> RolloutServiceError:
     if not isinstance(error, dict) or "message" not in error:
         return RolloutServiceError(f"HTTP {status}: {str(body)[:500]}", {"status": status})
     cls = error_classes().get(str(error.get("type")), RolloutServiceError)
-    return cls(str(error["message"]), error.get("detail") or {})
+    detail = error.get("detail")
+    return cls(str(error["message"]), detail if isinstance(detail, dict) else {})
 
 
 def shorten(reason: str) -> str:

@@ -51,7 +51,9 @@ def load_config(path: Path, overrides: Mapping[str, Mapping[str, object]] | None
     """
     args = application_args(path)
     for section, fields in (overrides or {}).items():
-        args[section] = {**args.get(section, {}), **fields}
+        given = args.get(section, {})
+        if isinstance(given, dict):  # the configuration refuses anything else, and says why
+            args[section] = {**given, **fields}
     return ServiceConfig.model_validate(args)
 
 

@@ -1,18 +1,15 @@
 """What Prometheus answers to each panel and alert."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dashboards.alerts import ALERTS, Alert
 from dashboards.check.prometheus import Prometheus, Series
-from dashboards.check.queries import DASHBOARDS, PanelQuery, metrics_of, panel_queries, substituted, variables
+from dashboards.check.queries import DASHBOARDS, PanelQuery, panel_queries, substituted, variables
 
 RATE_INTERVAL = "30s"
 """Three of Ray's reports: what Grafana makes of $__rate_interval at shorter scrape intervals would be emptier."""
 STEP_S = 2.0
-NEEDS_GPU: dict[str, str] = {}
-"""Metric that only a GPU engine has → why. None, so far."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +18,6 @@ class PanelAnswer:
 
     query: PanelQuery
     series: list[Series]
-    excuse: str = ""
-    """Why it may be empty."""
 
     @property
     def samples(self) -> int:
@@ -58,9 +53,7 @@ class Answers:
     @property
     def empty(self) -> list[str]:
         """What should have samples and has none: queries of panels, alerts, variables."""
-        panels = [
-            f"{each.query.name}: {each.query.legend}" for each in self.panels if not (each.samples or each.excuse)
-        ]
+        panels = [f"{each.query.name}: {each.query.legend}" for each in self.panels if not each.samples]
         alerts = [each.alert.name for each in self.alerts if not each.samples]
         return panels + alerts + [f"variable {name}" for name, values in self.variables.items() if not values]
 
@@ -81,16 +74,10 @@ def asked(prometheus: Prometheus, begin: float, end: float) -> Answers:
             values[variable.name] = "|".join(found)
         for query in panel_queries(dashboard):
             expr = substituted(query.bare, values, RATE_INTERVAL)
-            series = prometheus.range(expr, begin, end, STEP_S)
-            answers.panels.append(PanelAnswer(query, series, _excuse(query, series)))
+            answers.panels.append(PanelAnswer(query, prometheus.range(expr, begin, end, STEP_S)))
     rules = {rule["name"]: rule for rule in prometheus.rules()}
     answers.alerts += [_alert(prometheus, alert, rules, begin, end) for alert in ALERTS]
     return answers
-
-
-def _excuse(query: PanelQuery, series: Sequence[Series]) -> str:
-    gone = () if series else sorted(metrics_of(query.expr) & NEEDS_GPU.keys())
-    return "; ".join(NEEDS_GPU[name] for name in gone)
 
 
 def _alert(

@@ -1,19 +1,22 @@
 """The main panels as the real Prometheus answered them: docs/dashboards.png."""
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dashboards.check.answers import Answers, PanelAnswer
 
+K3 = "k3 per version, adapter and replica"
 PANELS = (
     ("rollout", "Tokens to clients", "tokens/s"),
     ("rollout", "Time to last token", "s"),
     ("rollout", "Version of each replica", "version"),
-    ("mismatch", "k3 per version and replica", "nats per token"),
+    ("mismatch", K3, "nats per token"),
     ("mismatch", "Effective sample size", "share"),
     ("mismatch", "KL against throughput", "nats per token"),
 )
-LOGARITHMIC = ("k3 per version and replica", "KL against throughput")
+LOGARITHMIC = (K3, "KL against throughput")
 LEGENDS = 10
 
 
@@ -34,6 +37,12 @@ def drawn(answers: Answers, path: Path) -> Path:
     return path
 
 
+def legend(template: str, labels: Mapping[str, str]) -> str:
+    """Return a query's legend with the values of a series' labels. Prometheus leaves out labels that are empty."""
+    filled = re.sub(r"{{(\w+)}}", lambda found: labels.get(found[1], ""), template)
+    return " ".join(filled.split())
+
+
 def _draw(axes: Any, found: list[PanelAnswer]) -> None:
     begin = min((each.samples[0][0] for answer in found for each in answer.series), default=0.0)
     right = None
@@ -43,9 +52,7 @@ def _draw(axes: Any, found: list[PanelAnswer]) -> None:
             on = right = right or axes.twinx()
             on.set_ylabel("tokens/s, dashed")
         for each in answer.series:
-            label = answer.query.legend
-            for name, value in each.labels.items():
-                label = label.replace("{{" + name + "}}", value)
+            label = legend(answer.query.legend, each.labels)
             steps = "steps-post" if "ersion" in answer.query.panel else "default"
             style = "--" if on is right else "-"
             times = [at - begin for at, _ in each.samples]

@@ -65,9 +65,7 @@ def _fetch(folder: Path) -> None:
     try:
         if not _quietly(_DOWNLOAD, folder):
             _quietly(["apt-get", "update"], folder)  # lists may be missing; without root this fails, and so below
-            subprocess.run(
-                ["apt-get", "download", "prometheus"], cwd=folder, check=True, capture_output=True, text=True
-            )
+            subprocess.run(_DOWNLOAD, cwd=folder, check=True, capture_output=True, text=True)
         for package in folder.glob("prometheus_*.deb"):
             subprocess.run(["dpkg", "-x", package.name, "."], cwd=folder, check=True, capture_output=True, text=True)
             package.unlink()

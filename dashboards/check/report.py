@@ -13,7 +13,7 @@ def printed(answers: Answers, console: Console) -> None:
     """Panel → samples, alert → samples, and what is wrong."""
     panels = Table("panel", "query", "series", "samples", "largest", title="Panels")
     for each in answers.panels:
-        samples = str(each.samples) if each.samples else each.excuse or "[red]empty[/red]"
+        samples = str(each.samples) if each.samples else "[red]empty[/red]"
         largest = f"{each.largest:.4g}" if each.samples else ""
         panels.add_row(each.query.name, each.query.legend, str(len(each.series)), samples, largest)
     alerts = Table("alert", "samples", "fires in", "rule", title="Alerts")
@@ -29,7 +29,7 @@ def printed(answers: Answers, console: Console) -> None:
 
 
 def written(answers: Answers, path: Path) -> Path:
-    """``{"panels", "alerts", "empty", "needs_gpu"}``; ``empty`` and ``needs_gpu`` are names."""
+    """``{"panels", "alerts", "empty"}``; ``empty`` has names."""
     content = {
         "panels": [
             {
@@ -46,7 +46,6 @@ def written(answers: Answers, path: Path) -> Path:
             for each in answers.alerts
         ],
         "empty": answers.empty,
-        "needs_gpu": [each.query.name for each in answers.panels if each.excuse],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -133,7 +133,12 @@ def problems(plan: Plan) -> Iterator[Problem]:
     if plan.on_gpus:
         yield from gpus(plan)
         yield from nvcc_problems(plan)
-    yield from memory_problems(memory_here(), plan)
+    try:
+        memory = memory_here()
+    except ValueError as error:
+        yield Problem("memory", str(error))
+    else:
+        yield from memory_problems(memory, plan)
     yield from _weights(plan)
     yield from _ports(plan)
     yield from _certificates(plan)
@@ -224,14 +229,14 @@ def _weights(plan: Plan) -> Iterator[Problem]:
         return
     try:
         root = plan.config.weights.root_here()
-    except ValueError as error:
+        there = next(folder for folder in (root, *root.parents) if folder.exists())
+        free, has_versions = shutil.disk_usage(there).free, (root / "LATEST").is_file()
+    except (OSError, ValueError) as error:  # OSError: a folder that may not be entered, or a name that is too long
         yield Problem("weights.root", str(error))
         return
-    there = next(folder for folder in (root, *root.parents) if folder.exists())
-    free = shutil.disk_usage(there).free
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         yield Problem("weights.root", f"{there} is no folder that may be written", "another weights.root")
-    elif plan.version_bytes > free and not (root / "LATEST").is_file():
+    elif plan.version_bytes > free and not has_versions:
         found = f"{root}: {_gb(free)} free; a version takes {_gb(plan.version_bytes)}"
         yield Problem("weights.root", found, "weights.root on a larger disk")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_service.cli.output import command, complain, fail, service_at
+from rollout_service.cli.output import CaFile, TokenFile, command, complain, fail, service_at
 
 if TYPE_CHECKING:
     from rollout_service.protocol.weights import WeightStatus
@@ -25,27 +25,23 @@ Root = Annotated[
 @command(app)
 def ls(path: Root) -> None:
     """List the versions in PATH, committed and staged; the newest is marked with a star."""
-    from rollout_service.errors import RolloutServiceError
     from rollout_service.store.upload_record import read_received, read_record
 
     log = _open_log(path)
-    try:
-        head = log.head()
-        for version in log.versions():
-            manifest = log.manifest(version)
-            newest = "*" if head is not None and head.version == version else " "
-            typer.echo(
-                f"{newest} {version:>10}  committed  {manifest.digest}  {manifest.total_bytes / 1e6:>10.1f} MB  "
-                f"{len(manifest.tensors)} tensors{_label_column(manifest)}"
-            )
-        for parts in sorted(log.root.glob("staging/*.parts")):
-            record = read_record(parts)
-            if record is not None:
-                present = len(read_received(parts))
-                label = "" if record.begin.label is None else f"  {record.begin.label}"
-                typer.echo(f"  {record.begin.version:>10}  staged     {present} of {record.num_parts} parts{label}")
-    except (RolloutServiceError, OSError) as error:
-        fail(error)
+    head = log.head()
+    for version in log.versions():
+        manifest = log.manifest(version)
+        newest = "*" if head is not None and head.version == version else " "
+        typer.echo(
+            f"{newest} {version:>10}  committed  {manifest.digest}  {manifest.total_bytes / 1e6:>10.1f} MB  "
+            f"{len(manifest.tensors)} tensors{_label_column(manifest)}"
+        )
+    for parts in sorted(log.root.glob("staging/*.parts")):
+        record = read_record(parts)
+        if record is not None:
+            present = len(read_received(parts))
+            label = "" if record.begin.label is None else f"  {record.begin.label}"
+            typer.echo(f"  {record.begin.version:>10}  staged     {present} of {record.num_parts} parts{label}")
 
 
 @command(app)
@@ -60,10 +56,7 @@ def verify(
     from rollout_service.errors import RolloutServiceError
 
     log, damaged = _open_log(path), 0
-    try:
-        versions, head = log.versions(), log.head()
-    except (RolloutServiceError, OSError) as error:
-        fail(error)
+    versions, head = log.versions(), log.head()
     if version is not None:
         if version not in versions:
             there = ", ".join(map(str, versions)) or "none"
@@ -90,7 +83,8 @@ def verify(
 def rollback(
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of the service.")],
     to: Annotated[str, typer.Option(metavar="VERSION", help="Number or label of a version that is kept.")],
-    token_file: Annotated[Path | None, typer.Option(help="File that holds the bearer token.")] = None,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
 ) -> None:
     """Make an older version the newest again, under a new number; where files can be linked, nothing is copied.
 
@@ -104,7 +98,7 @@ def rollback(
         wanted: int | str = TypeAdapter(KnownVersion).validate_python(to)
     except ValidationError:
         fail(f"--to {to!r} is neither the number of a version nor a label")
-    with service_at(url, token_file) as client:
+    with service_at(url, token_file, ca_file) as client:
         status = client.rollback(wanted)
     typer.echo(f"version {status.version} is the newest: {len(status.replicas)} replicas know{_label_column(status)}")
 

@@ -8,7 +8,7 @@ import typer
 
 import rollout_service
 from rollout_service.cli import log
-from rollout_service.cli.output import command, complain, fail, needs_engine, problems_of, service_at
+from rollout_service.cli.output import CaFile, TokenFile, command, complain, fail, needs_engine, problems_of, service_at
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -85,7 +85,7 @@ def serve(
                 port=port,
             )
         )
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         fail(error)
     if print_config:
         for problem in prepared.wrong_model:
@@ -94,7 +94,7 @@ def serve(
         return
     try:
         prepared, chosen, lines = serve.keep_to_gpus(prepared, gpus)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+    except (ValueError, subprocess.TimeoutExpired) as error:
         fail(error)
     if problems := prepared.problems():
         fail("\n  ".join(["this would not work, and nothing was started:", *map(str, problems)]))
@@ -162,8 +162,9 @@ def inspect(
 ) -> None:
     """Show how MODEL is quantized: which tensors become FP8 or INT8, which do not and why, and their sizes.
 
-    Reads config.json only; no weights are needed, and none downloaded. Fails, with the names of the layers, if MODEL
-    does not divide into FP8 blocks.
+    No weights are needed, and none downloaded: reads config.json, and of a folder also its tokenizer and the tensors'
+    names. Fails, with the names of the layers, if MODEL does not divide into FP8 blocks, and if a folder's files do
+    not fit its config.json.
     """
     from rich.console import Console
 
@@ -178,7 +179,7 @@ def inspect(
         source = ModelConfig(path=model, revision=revision)
         quant = QuantConfig(weights=weights.value, skip=tuple(skip or ()), indivisible=indivisible.value)
         report = inspect_model(source, quant, tp, expert_parallel)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         fail(error)
     if json:
         typer.echo(report.model_dump_json(indent=2))
@@ -224,8 +225,8 @@ def doctor(
 @command(app)
 def fleet(
     url: Annotated[str, typer.Option(help="Address of the service.")] = "http://127.0.0.1:8000",
-    token_file: Annotated[Path | None, typer.Option(help="File that holds the bearer token.")] = None,
-    ca_file: Annotated[Path | None, typer.Option(help="File of the authorities to trust an https address by.")] = None,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
 ) -> None:
     """Show the replicas: the weight version that each serves, its load, and the time of its last update."""
     from rich.console import Console

@@ -1,11 +1,14 @@
 """Errors of the ``rollout-service`` commands in plain words."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast
 
 import typer
+
+from rollout_service.errors import RolloutServiceError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
     from rollout_service.client import SyncRolloutClient
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+TokenFile = Annotated[Path | None, typer.Option(help="File that holds the bearer token.")]
+CaFile = Annotated[Path | None, typer.Option(help="File of the authorities to trust an https address by.")]
 
 
 def complain(message: object) -> None:
@@ -41,17 +46,19 @@ def needs_engine(command: str) -> Iterator[None]:
 
 
 @contextmanager
-def service_at(url: str, token_file: Path | None, ca_file: Path | None = None) -> "Iterator[SyncRolloutClient]":
-    """Connect to a service; the command fails with the error of any request within the context."""
+def service_at(url: str, token_file: Path | None, ca_file: Path | None) -> "Iterator[SyncRolloutClient]":
+    """Connect to a service; the command fails with the error of any request within the context.
+
+    A RolloutServiceError is left to ``command``.
+    """
     import httpx
 
     from rollout_service.client import SyncRolloutClient
-    from rollout_service.errors import RolloutServiceError
 
     try:
         with SyncRolloutClient(url, token=_read_token(token_file), retries=1, ca_file=ca_file) as client:
             yield client
-    except (RolloutServiceError, ValueError) as error:
+    except ValueError as error:
         fail(error)
     except httpx.TransportError as error:
         fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
@@ -104,10 +111,34 @@ def _fields_beside(location: tuple[int | str, ...]) -> str:
 
 
 def command(app: typer.Typer) -> Callable[[Command], Command]:
-    """Return a decorator that adds a command whose help is wrapped in the list of commands, not truncated."""
+    """Return a decorator that adds a command whose help is wrapped in the list of commands, not truncated.
+
+    An error of the service, or of a file, ends the command with exit status 1 and one line, not with a traceback.
+    """
 
     def add(function: Command) -> Command:
         first = (function.__doc__ or "").split("\n\n")[0]
-        return app.command(short_help=" ".join(first.split()))(function)
+
+        @functools.wraps(function)
+        def run(*args: object, **options: object) -> object:
+            try:
+                return function(*args, **options)
+            except BrokenPipeError:  # of ``| head``: typer ends quietly
+                raise
+            except (OSError, RolloutServiceError) as error:
+                if isinstance(error, FileNotFoundError) and error.filename is None and not _has_folder():
+                    fail("the current folder does not exist any more: change to another one (cd)")
+                fail(error)
+
+        return cast(Command, app.command(short_help=" ".join(first.split()))(run))
 
     return add
+
+
+def _has_folder() -> bool:
+    """Return True if this process's current folder exists."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True

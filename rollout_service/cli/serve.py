@@ -103,7 +103,7 @@ class Prepared:
         """
         config = pinned(Plan.of(document).config)
         here = with_model_here(config).model
-        longest = getattr(ServedModel.of(here).config, "max_position_embeddings", None)
+        longest = longest_context(here)
         args = args_of(document)
         if config.model.revision is not None:
             args["model"]["revision"] = config.model.revision
@@ -117,7 +117,7 @@ class Prepared:
         """Return one line with the values that ``deployment`` and the model chose, and how to change them."""
         config = self.plan.config
         engine, scaling = config.engine, config.scaling
-        longest = getattr(ServedModel.of(config.model).text_config, "max_position_embeddings", None)
+        longest = longest_context(config.model)
         of = "" if longest is None or longest <= engine.max_model_len else f" of the model's {longest}"
         return (
             f"{'engines on GPUs' if self.plan.on_gpus else 'engines on the CPU'}: a context of {engine.max_model_len} "
@@ -138,9 +138,15 @@ class Prepared:
             plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
             if own_newest(log, model, recipe_of(config.quant, plan), config) is None:
                 require_room(Plan.of(self.document).config.model)
-        except (RolloutServiceError, OSError) as error:
+        except (RolloutServiceError, OSError, ValueError) as error:
             return [Problem("weights", str(error))]
         return []
+
+
+def longest_context(model: ModelConfig) -> int | None:
+    """Return the longest context in tokens that the model's configuration allows; None: it names none."""
+    longest: int | None = getattr(ServedModel.of(model).text_config, "max_position_embeddings", None)
+    return longest
 
 
 def keep_to_gpus(prepared: Prepared, asked: str | None) -> tuple[Prepared, tuple[int, ...], list[str]]:
@@ -285,8 +291,12 @@ def progress_lines(
 def look_at_start(url: str, application: str) -> str:
     """Return what the service at ``url`` waits for: by Serve's status, and by its fleet once a gateway answers."""
     from ray import serve
+    from ray.exceptions import RayError
 
-    app = serve.status().applications.get(application)
+    try:
+        app = serve.status().applications.get(application)
+    except RayError as error:  # its controller has died; Ray starts another one
+        return f"Ray Serve does not answer: {type(error).__name__}"
     if app is None:
         return "Ray Serve starts"
     starting = sorted(name for name, deployment in app.deployments.items() if deployment.status != "HEALTHY")

@@ -35,7 +35,7 @@ def read_document(path: Path) -> Document:
     applications = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(applications, list):
         raise ValueError(f"{path} is not a Serve config: it has no list `applications`")
-    ours = [item for item in applications if isinstance(item, dict) and item.get("import_path") == BUILDER]
+    ours = _ours(applications)
     if len(ours) != 1:
         raise ValueError(f"{path} has {len(ours)} applications with `import_path: {BUILDER}`; it must have one")
     if not isinstance(ours[0].get("args", {}), dict):
@@ -47,9 +47,14 @@ def read_document(path: Path) -> Document:
 
 def args_of(document: Document) -> Sections:
     """Return the ``args`` of this service's application, from which ``ServiceConfig`` is created."""
-    [ours] = [item for item in document["applications"] if item.get("import_path") == BUILDER]
+    [ours] = _ours(document["applications"])
     args: Sections = ours.setdefault("args", {})
     return args
+
+
+def _ours(applications: list[Any]) -> list[dict[str, Any]]:
+    """Return the applications that are this service's."""
+    return [item for item in applications if isinstance(item, dict) and item.get("import_path") == BUILDER]
 
 
 def application_args(path: Path) -> Sections:
@@ -75,3 +80,6 @@ def _require_http_options(path: Path, http_options: object) -> None:
     if len(missing) == 1:
         [there] = set(names) - set(missing)
         raise ValueError(f"{path}: http_options.{there} is set, but not http_options.{missing[0]}: TLS needs both")
+    for name in names:
+        if not isinstance(given.get(name), str | None):
+            raise ValueError(f"{path}: http_options.{name} is {given[name]!r}: set it to the path of a file in PEM")

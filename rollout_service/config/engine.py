@@ -250,6 +250,12 @@ class EngineConfig(Config):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "EngineConfig":
+        step = self.max_num_batched_tokens
+        if step is not None and step < self.max_num_seqs:
+            raise ValueError(
+                f"engine.max_num_batched_tokens={step} is below engine.max_num_seqs={self.max_num_seqs}, and each "
+                "sequence takes one token of a step: raise the first, or lower the second"
+            )
         if self.expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
                 "engine.expert_parallel shares out experts over the GPUs of a replica, and engine.tensor_parallel_size "

@@ -30,6 +30,35 @@ GroupName = Annotated[str, Field(pattern="^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")
 """Name of a group of replicas, a part of the name of its Serve deployment."""
 
 
+Resources = dict[str, Annotated[float, Field(gt=0)]]
+"""Name of a custom resource of Ray → amount."""
+
+
+def _require_custom(setting: str, resources: Resources, own: dict[str, str]) -> None:
+    """Raise ValueError for a resource that has a setting of its own. ``own``: name → what to do instead."""
+    if twice := sorted(own.keys() & resources.keys()):
+        raise ValueError(f"{setting}.{twice[0]}: {own[twice[0]]}")
+
+
+def _require_no_tilde(path: Path) -> Path:
+    # it would name a folder "~" in the current one
+    if str(path).startswith("~"):
+        raise ValueError(f"{str(path)!r} begins with ~, which is not expanded here: write the whole path")
+    return path
+
+
+def _require_written_out(path: Path) -> Path:
+    if str(path).startswith("$"):
+        raise ValueError(f"{str(path)!r} begins with a variable, and none is expanded here: write the whole path")
+    return _require_no_tilde(path)
+
+
+ExpandedPath = Annotated[Path, AfterValidator(_require_no_tilde)]
+"""A path in which environment variables are expanded on each node."""
+WholePath = Annotated[Path, AfterValidator(_require_written_out)]
+"""A path in which nothing is expanded."""
+
+
 def host_and_port(address: str) -> tuple[str, int | None]:
     """Split ``host``, ``host:port`` or ``[::1]:port``. Raises ValueError for anything else."""
     match = _HOST_AND_PORT.fullmatch(address)
@@ -169,7 +198,7 @@ class ScalingConfig(Config):
     """GPUs that Ray reserves for a replica. None: if vLLM is built for GPUs, ``engine.tensor_parallel_size``, minus the
     ingest's share if that is 1; else 0. Ray can only share a single GPU, so a number above 1 must be whole."""
 
-    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    resources: Resources = Field(default_factory=dict)
     """Custom resources that Ray reserves for a replica, to select its nodes. ``{"rollout_node": 1}`` selects nodes
     started with that resource, ``{"accelerator_type:H100": 0.001}`` a kind of GPU."""
 
@@ -191,9 +220,8 @@ class ScalingConfig(Config):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "ScalingConfig":
-        own = {"CPU": "scaling.num_cpus", "GPU": "scaling.num_gpus"}
-        if twice := sorted(own.keys() & self.resources.keys()):
-            raise ValueError(f"scaling.resources.{twice[0]}: set {own[twice[0]]}")
+        own = {"CPU": "set scaling.num_cpus", "GPU": "set scaling.num_gpus"}
+        _require_custom("scaling.resources", self.resources, own)
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is below min_replicas={self.min_replicas}: raise it")
         return self
@@ -217,7 +245,7 @@ class ScalingConfig(Config):
 class WeightsConfig(Config):
     """The log of weight versions, and the ingest that writes it."""
 
-    root: Path = AUTO
+    root: ExpandedPath = AUTO
     """Folder of the weight log, on the ingest's node, or ``auto``. ``auto``: in the host's memory, below /dev/shm and
     private to the user, if the host has enough memory, else ``disk_root``. ``GET /v1/fleet`` shows the choice and the
     reason. A log in memory is lost if the host crashes; trainers then push again from a checkpoint. An existing log is
@@ -234,7 +262,7 @@ class WeightsConfig(Config):
     ``keep_versions`` versions and one more (at least three), and is lost if the host crashes.
     """
 
-    disk_root: Path = Path("out/weights")
+    disk_root: ExpandedPath = Path("out/weights")
     """Folder of the weight log if ``root`` is ``auto`` and memory has no room. Environment variables as in
     ``root``."""
 
@@ -260,11 +288,11 @@ class WeightsConfig(Config):
     engine on the same GPU, ``scaling.num_gpus`` must leave that share free. None: 0.1 if a replica has one GPU and
     ``scaling.num_gpus`` is also None; else 0."""
 
-    ingest_resources: dict[str, float] = Field(default_factory=dict)
+    ingest_resources: Resources = Field(default_factory=dict)
     """Ray resources of the ingest: ``{"node:__internal_head__": 0.001}`` keeps it on the head node. The ingest must
     stay on the node with the log if ``root`` is a local disk."""
 
-    source_roots: tuple[Path, ...] = ()
+    source_roots: tuple[WholePath, ...] = ()
     """Folders that may contain a ``source: {path}``; empty: only uploads are accepted."""
 
     source_urls: tuple[str, ...] = ()
@@ -279,7 +307,7 @@ class WeightsConfig(Config):
     """Folder or URL, for this service alone, into which the ingest writes each committed version. Services on other
     clusters follow it by ``watch``, and their versions have the same digests. It must begin empty. None: nowhere."""
 
-    trainer_root: Path | None = None
+    trainer_root: WholePath | None = None
     """Folder, on the ingest's node, of the weights that delta folders change, in the trainer's dtype. They are there
     from the first delta on. None: ``trainer`` in the log's folder."""
 
@@ -300,12 +328,12 @@ class WeightsConfig(Config):
     of its node, derived from ``upload_host``. Trainers that cannot reach it send parts through the gateway. Gateways
     use the listener's own address."""
 
-    upload_ssl_certfile: Path | None = None
+    upload_ssl_certfile: WholePath | None = None
     """File in PEM, on the ingest's node, with the listener's certificate. None: it uses plain HTTP, and trainers that
     reach the service by https send parts through the gateway. It may be self-signed, and for any name: trainers get it
     from the gateway."""
 
-    upload_ssl_keyfile: Path | None = None
+    upload_ssl_keyfile: WholePath | None = None
     """File in PEM with the certificate's key, unencrypted."""
 
     poll_s: float = Field(default=5.0, gt=0)
@@ -340,6 +368,8 @@ class WeightsConfig(Config):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "WeightsConfig":
+        own = {"CPU": "leave it out, as the ingest reserves none", "GPU": "set weights.ingest_num_gpus"}
+        _require_custom("weights.ingest_resources", self.ingest_resources, own)
         given = {"upload_ssl_certfile": self.upload_ssl_certfile, "upload_ssl_keyfile": self.upload_ssl_keyfile}
         missing = [name for name, file in given.items() if file is None]
         if len(missing) == 1:
@@ -400,7 +430,7 @@ Network = Annotated[IPv4Network | IPv6Network, BeforeValidator(_network)]
 class AuthConfig(Config):
     """Access to the routes that move weights and pause engines."""
 
-    token_file: Path | None = None
+    token_file: WholePath | None = None
     """File with the bearer token of the guarded routes, on the nodes of gateways and ingest. Guarded are the weight,
     control and mismatch routes. Whitespace around the token is ignored. None: these routes only answer programs on this
     machine, neither web pages nor requests through a proxy. A proxy on this machine that adds no header looks like a
@@ -443,7 +473,7 @@ class AuthConfig(Config):
 class ChatConfig(Config):
     """Conversion of messages to prompts and of completions to messages, under vLLM's names."""
 
-    chat_template: Path | None = None
+    chat_template: WholePath | None = None
     """File with a Jinja template. None: that of the model's tokenizer."""
 
     tool_parser: str | None = None

@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from rollout_service.correction.bounds import require_bounds, require_choice
-from rollout_service.correction.ratios import LogRatios, k3, mult_prob_error, share
+from rollout_service.correction.bounds import require_bounds, require_choice, require_positive
+from rollout_service.correction.ratios import LOG_RATIO_BOUND, LogRatios, k3, mult_prob_error, share
 
 Statistic: TypeAlias = Literal[
     "token_k1", "token_k2", "token_k3",
@@ -60,6 +60,7 @@ class Rejection:
         owner = f"Rejection {self.statistic}"
         if not self._is_ratio and self.lower is not None:
             raise ValueError(f"{owner}: lower={self.lower}, but it is never negative and has only an upper bound")
+        require_positive(owner, "upper", self.upper)
         require_bounds(owner, self.lower, self.upper)
         if self._is_ratio and self.lower is None and not 1 <= self.upper < math.inf:
             raise ValueError(
@@ -171,6 +172,13 @@ def _binary_kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()).clamp(min=0.0)
 
 
+def _prob_diff(ratios: LogRatios) -> torch.Tensor:
+    difference = (ratios.trainer.exp() - ratios.rollout.exp()).abs()
+    # beyond 1 only for logprobs above 0, a caller's mistake: far above, exp is infinite and the metrics were NaN
+    largest = math.exp(LOG_RATIO_BOUND)
+    return difference.nan_to_num(nan=largest).clamp(max=largest)
+
+
 def _binary_kl_both(ratios: LogRatios) -> torch.Tensor:
     trainer, rollout = ratios.trainer.exp(), ratios.rollout.exp()
     return torch.maximum(_binary_kl(rollout, trainer), _binary_kl(trainer, rollout))
@@ -189,7 +197,7 @@ _OF_TOKENS: dict[str, Callable[[LogRatios], torch.Tensor]] = {
     "k1": lambda ratios: -ratios.bounded,
     "k2": lambda ratios: 0.5 * ratios.bounded.square(),
     "k3": lambda ratios: k3(ratios.log_ratio),
-    "prob_diff": lambda ratios: (ratios.trainer.exp() - ratios.rollout.exp()).abs(),
+    "prob_diff": _prob_diff,
     "prob_error": lambda ratios: mult_prob_error(ratios.log_ratio),
     "ratio_diff": lambda ratios: torch.expm1(ratios.bounded).abs(),
     "binary_kl": lambda ratios: _binary_kl(ratios.rollout.exp(), ratios.trainer.exp()),

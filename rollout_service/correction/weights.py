@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from rollout_service.correction.bounds import require_bounds, require_choice
+from rollout_service.correction.bounds import require_bounds, require_choice, require_positive
 from rollout_service.correction.ratios import LOG_RATIO_BOUND, LogRatios, Rows, bounded, compare, share
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
@@ -44,6 +44,7 @@ class ImportanceWeights:
     def __post_init__(self) -> None:
         require_choice("ImportanceWeights", "level", self.level, get_args(Level))
         require_choice("ImportanceWeights", "outside", self.outside, get_args(Outside))
+        require_positive("ImportanceWeights", "upper", self.upper)
         require_bounds("ImportanceWeights", self.lower, self.upper)
 
     def weigh(self, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
@@ -118,7 +119,10 @@ class GammaWeights:
 
     def __post_init__(self) -> None:
         for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
-            require_bounds(f"GammaWeights {name}", getattr(self, name), None)
+            value = getattr(self, name)
+            require_positive(f"GammaWeights {name}", name, value)
+            if math.isinf(value):
+                raise ValueError(f"GammaWeights {name}: {value} must be finite")
 
     def weigh(self, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weights, fp64 [batch, tokens], 0 where masked, and their metrics; names without prefix."""
@@ -142,10 +146,9 @@ def truncated_importance_weights(
 
     Raises the errors of ``correct``, and ValueError for a cap that is not a positive number.
     """
-    if not (math.isfinite(cap) and cap > 0):
+    if isinstance(cap, bool) or not isinstance(cap, int | float) or not (math.isfinite(cap) and cap > 0):
         raise ValueError(f"cap={cap} must be a positive number: weights are truncated there (verl's default is 2.0)")
     ratios = compare(trainer_logprobs, rollout_logprobs, mask)
-    require_bounds("ImportanceWeights", None, cap)
     return (ratios.bounded.exp().clamp(max=cap) * ratios.selected).to(ratios.dtype)
 
 

@@ -69,24 +69,26 @@ class KVAgeLimit:
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self._age, self._since = FIRST_KV_AGE, 0
-        self._version: int | None = None
-        """The version of the last choice."""
+        self._choices: dict[int, int] = {}
+        """The last two versions, and the age that was chosen for each."""
 
     @property
     def chosen(self) -> int | None:
         """Return the last choice; None: nobody has asked."""
-        return None if self._version is None else self._age
+        return self._age if self._choices else None
 
     def choose(self, version: int, table: VersionTable) -> int:
-        """Return the maximum age for ``version``, which replicas are about to load. All get the same answer."""
-        if version == self._version:
-            return self._age
-        self._version, self._since = version, min(self._since, version)  # a log that was set back counts anew
+        """Return the maximum age for ``version``, which replicas are about to load. All get the same answer, also a
+        replica that is still at the version before."""
+        if version in self._choices:
+            return self._choices[version]
+        self._since = min(self._since, version)  # a log that was set back counts anew
         measured = table.by_kv_age(self._since)
         age = self._changed(measured)
         if age != self._age:
             logger.info("weights.kv_max_age is %d from version %d on, and was %d", age, version, self._age)
             self._age, self._since = age, version
+        self._choices = {**dict(list(self._choices.items())[-1:]), version: age}
         return age
 
     def _changed(self, measured: dict[int, Sums]) -> int:

@@ -26,15 +26,20 @@ class Memory(Frozen):
 
 
 def memory() -> Memory:
-    """Return the memory; used bytes are counted like Ray does."""
+    """Return the memory; used bytes are counted like Ray does. Raises ValueError if Ray's threshold is no number."""
     host = dict(line.split()[:2] for line in _HOST.read_text().splitlines())  # in KiB
     total = int(host["MemTotal:"]) << 10
     used = total - (int(host["MemAvailable:"]) << 10)
     limit, of_cgroup = _cgroup_memory()
     if limit < total:
         total, used = limit, of_cgroup
-    kill_at = float(os.environ.get("RAY_memory_usage_threshold", "0.95"))  # noqa: SIM112, TID251 - Ray's own
-    return Memory(total_bytes=total, used_bytes=used, kill_at=kill_at)
+    threshold = os.environ.get("RAY_memory_usage_threshold", "0.95")  # noqa: SIM112, TID251 - Ray's own
+    try:
+        return Memory(total_bytes=total, used_bytes=used, kill_at=float(threshold))
+    except ValueError as error:
+        raise ValueError(
+            f"RAY_memory_usage_threshold={threshold} is no number: set it to a share such as 0.95"
+        ) from error
 
 
 def _cgroup_memory() -> tuple[int, int]:

@@ -34,7 +34,9 @@ class SharedMemory:
 
     @classmethod
     def create(cls, nbytes: int) -> Self:
-        """Create memory of that size. Raises OSError."""
+        """Create memory of that size. Raises OSError, also on systems without such memory."""
+        if not hasattr(os, "memfd_create"):
+            raise OSError("no memory can be shared: only Linux has memfd_create; send the tensors in parts")
         name = uuid.uuid4().hex
         fd = os.memfd_create(_NAME + name, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         try:

@@ -20,12 +20,18 @@ _MAX_COMPUTING = 16
 
 def io_threads() -> int:
     """Return the number of threads for I/O: half of the usable cores, since an engine or a trainer also needs some."""
-    return max(1, min(_MOST, len(os.sched_getaffinity(0)) // 2))
+    return max(1, min(_MOST, _usable_cores() // 2))
 
 
 def compute_threads() -> int:
     """Return the number of threads for work that waits on no memory, such as compression: half of the usable cores."""
-    return max(1, min(_MAX_COMPUTING, len(os.sched_getaffinity(0)) // 2))
+    return max(1, min(_MAX_COMPUTING, _usable_cores() // 2))
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # a trainer's macOS
 
 
 def stretches(length: int, step: int) -> list[slice]:

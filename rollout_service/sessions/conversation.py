@@ -109,11 +109,16 @@ def _key_fields(message: Message) -> Message:
         if said.get("type") == "message":  # the Responses API's, which it does not require
             del said["type"]
         return said
-    calls = [
-        {"name": call["function"]["name"], "arguments": _arguments(call["function"].get("arguments"))}
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = [_call_fields(call) for call in message.get("tool_calls") or ()]
     return {"role": "assistant", "content": _text(message.get("content")), "tool_calls": calls}
+
+
+def _call_fields(call: Message) -> Message:
+    """Return the fields of a tool call that enter the key: all but its id."""
+    function = call.get("function")
+    if not isinstance(function, dict):  # OpenAI's custom tools, which vLLM refuses where its model has none
+        return {name: value for name, value in call.items() if name != "id"}
+    return {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
 
 
 def _text(content: object) -> object:

@@ -37,3 +37,11 @@ def test_a_ray_that_does_not_start_in_time_is_a_clear_error_and_others_stay_what
     error = ValueError("num_gpus")
     with pytest.raises(ValueError, match="num_gpus"):
         local.start_ray()
+
+
+@pytest.mark.parametrize("given", ["", "none of it"])
+def test_a_section_that_is_no_mapping_is_refused_by_name_beside_overrides(tmp_path, given):
+    path = tmp_path / "service.yaml"
+    path.write_text(f"applications: [{{import_path: 'rollout_service.app:build', args: {{weights: {given}}}}}]")
+    with pytest.raises(ValueError, match=r"weights\n  Input should be a valid dictionary"):
+        local.load_config(path, {"weights": {"root": "/tmp"}})

@@ -22,7 +22,7 @@ from rollout_service.config.deployment_file import CPU, GPU, args_of, read_docum
 from rollout_service.gpu.nvidia_smi import Gpu
 from rollout_service.local import free_port
 from rollout_service.model.weight_files import INDEX_FILE
-from rollout_service.runtime.memory import Memory
+from rollout_service.runtime.memory import Memory, memory
 from tests.support.certificates import make_certificate
 from tests.support.models import make_model, stored_shapes
 
@@ -220,10 +220,15 @@ class TestMachine:
         (tmp_path / "LATEST").touch()
         assert problems(version_bytes=needed, root=str(tmp_path)) == []
 
-    @pytest.mark.parametrize("root", ["$NOT_SET_HERE/weights", "{}/file/weights"])
+    @pytest.mark.parametrize("root", ["$NOT_SET_HERE/weights", "{}/file/weights", "{}/" + 300 * "a"])
     def test_a_root_that_is_none_here(self, problems, tmp_path, root):
         (tmp_path / "file").touch()
         assert [problem.check for problem in problems(root=root.format(tmp_path))] == ["weights.root"]
+
+    def test_a_threshold_of_ray_that_is_no_number_is_told(self, problems, monkeypatch):
+        monkeypatch.setattr(checks, "memory_here", memory)
+        monkeypatch.setenv("RAY_memory_usage_threshold", "95%")
+        assert [problem.check for problem in problems()] == ["memory"]
 
     def test_ports_that_are_taken_are_told(self, problems):
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:

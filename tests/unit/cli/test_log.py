@@ -76,3 +76,14 @@ def test_a_folder_that_is_no_log_is_an_error(tmp_path, command):
     result = run(command, tmp_path)
     assert result.exit_code == 1 and "is not a log of weight versions" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_folder_that_cannot_be_looked_into_is_an_error(command):
+    result = run(command, 300 * "a")
+    assert result.exit_code == 1 and result.stderr.startswith("rollout-service: [Errno 36] File name too long")
+
+
+def test_rollback_trusts_the_authorities_of_a_file(tmp_path):
+    result = run("rollback", "https://127.0.0.1:1", "--to", "1", "--ca-file", tmp_path / "none.pem")
+    assert result.exit_code == 1 and "none.pem' is no file of certificates in PEM" in result.stderr

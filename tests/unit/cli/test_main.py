@@ -182,6 +182,7 @@ class TestConfig:
             (f"{APPLICATION}http_options: [1]", "http_options must be a mapping"),
             (f"{APPLICATION}http_options: {{port: many}}", "http_options.port is many"),
             (f"{APPLICATION}http_options: {{port: 70000}}", "http_options.port is 70000"),
+            (f"{APPLICATION}http_options: {{ssl_certfile: 5, ssl_keyfile: key.pem}}", "http_options.ssl_certfile is 5"),
         ],
     )
     def test_config_says_why_a_file_is_not_a_deployment(self, tmp_path, text, message):
@@ -190,6 +191,19 @@ class TestConfig:
         result = run("config", path)
         assert result.exit_code == 1
         assert str(path) in result.stderr and message in result.stderr
+
+    def test_config_passes_over_what_else_is_among_the_applications(self, tmp_path):
+        path = tmp_path / "service.yaml"
+        path.write_text("applications: [another, {import_path: 'rollout_service.app:build'}]")
+        assert run("config", path).exit_code == 0
+
+    def test_a_current_folder_that_was_removed_is_told(self, tmp_path, monkeypatch, serve_config):
+        path, gone = serve_config({}), tmp_path / "gone"
+        gone.mkdir()
+        monkeypatch.chdir(gone)
+        gone.rmdir()
+        result = run("config", path)
+        assert result.exit_code == 1 and result.stderr.startswith("rollout-service: the current folder does not exist")
 
 
 class TestInspectOfTheHub:

@@ -15,8 +15,9 @@ import pytest
 import ray
 import yaml
 from click.testing import Result
+from ray.exceptions import RayActorError
 from ray.serve.schema import ServeDeploySchema
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from rollout_service.cli import machine
@@ -29,6 +30,8 @@ from rollout_service.cli.serve import (
     engines_wait_for,
     how_to_call,
     keep_to_gpus,
+    longest_context,
+    look_at_start,
     progress_lines,
     replica_bounds,
 )
@@ -106,6 +109,10 @@ class TestDeployment:
         assert args_of(prepared.document)["engine"]["max_model_len"] == 1024
         assert prepared.plan.config.engine.max_model_len == 1024
         assert args_of(Prepared.of(deployment(model, on_gpus=False)).document)["engine"]["max_model_len"] == 512
+
+    def test_the_context_of_a_model_with_images_is_its_text_model_s(self, tmp_path):
+        CONFIG_MAPPING["gemma3"](text_config={"max_position_embeddings": 640}).save_pretrained(tmp_path)
+        assert longest_context(ModelConfig(path=tmp_path)) == 640
 
 
 class TestPrintConfig:
@@ -282,6 +289,14 @@ def test_a_change_is_said_once_and_the_same_again_later():
     with progress_lines(lambda: next(looks, "version 0"), say, look_s=0.001, repeat_s=0.05):
         assert enough.wait(30)
     assert said[:4] == ["Ray Serve starts", "vLLM starts", "version 0", "version 0"]
+
+
+def test_a_controller_that_died_is_a_line_and_not_the_end_of_all_lines(monkeypatch):
+    def status() -> None:
+        raise RayActorError
+
+    monkeypatch.setattr(ray.serve, "status", status)
+    assert look_at_start("http://127.0.0.1:1", "rollout") == "Ray Serve does not answer: RayActorError"
 
 
 def test_the_first_engine_that_does_not_serve_is_named():

@@ -59,6 +59,10 @@ class TestSections:
             ({"scaling": {"target_kv_usage": 1.1}}, "scaling.target_kv_usage"),
             ({"scaling": {"num_gpus": math.inf}}, "scaling.num_gpus"),
             ({"weights": {"ingest_resources": {"a": math.nan}}}, "weights.ingest_resources.a"),
+            ({"weights": {"ingest_resources": {"a": -1}}}, "weights.ingest_resources.a"),
+            ({"weights": {"ingest_resources": {"GPU": 1}}}, "weights.ingest_resources.GPU: set weights.ingest_num"),
+            ({"weights": {"ingest_resources": {"CPU": 1}}}, "weights.ingest_resources.CPU: leave it out"),
+            ({"scaling": {"resources": {"GPU": 1}}}, "scaling.resources.GPU: set scaling.num_gpus"),
             ({"scaling": {"groups": {"Eval 1": {"version": 1}}}}, "scaling.groups.Eval 1"),
             ({"scaling": {"groups": {"eval": {}}}}, "scaling.groups.eval.version"),
             ({"scaling": {"groups": {"eval": {"version": "next"}}}}, "scaling.groups.eval.version"),
@@ -72,6 +76,24 @@ class TestSections:
     )
     def test_a_value_out_of_range_is_refused_by_field(self, args, where):
         assert where in message_of(args)
+
+    @pytest.mark.parametrize("path", ["~/x", "~other/x", "$SCRATCH/x"])
+    @pytest.mark.parametrize(
+        ("section", "field"),
+        [
+            *(("weights", field) for field in ("root", "disk_root", "trainer_root", "source_roots")),
+            *(("weights", f"upload_ssl_{file}") for file in ("certfile", "keyfile")),
+            ("auth", "token_file"),
+            ("chat", "chat_template"),
+        ],
+    )
+    def test_a_path_is_refused_where_it_would_not_be_expanded(self, section, field, path):
+        args = {section: {field: [path] if field == "source_roots" else path}}
+        if path.startswith("$") and field in ("root", "disk_root"):
+            assert str(getattr(getattr(ServiceConfig.model_validate(args), section), field)) == path
+        else:
+            message = message_of(args)
+            assert f"{section}.{field}" in message and f"{path!r} begins with" in message
 
 
 class TestFieldsThatGoTogether:
@@ -108,6 +130,10 @@ class TestFieldsThatGoTogether:
             (
                 {"engine": {"distributed": "ray", "pipeline_parallel_size": 2}},
                 ["engine.distributed:", "an engine is on one host", "docs/hardware.md"],
+            ),
+            (
+                {"engine": {"max_num_batched_tokens": 255}},
+                ["engine.max_num_batched_tokens=255", "engine.max_num_seqs=256"],
             ),
             (
                 {"engine": {"expert_parallel": True}},

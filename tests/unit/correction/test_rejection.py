@@ -76,6 +76,8 @@ def test_padding_vetoes_nothing_even_where_equal_policies_would():
         (Rejection, {"statistic": "token_k1", "upper": 0.5, "lower": 0.7}, "above upper"),
         (Rejection, {"statistic": "token_k2", "upper": 0.0}, "positive"),
         (Rejection, {"statistic": "token_k1", "upper": True}, "positive"),
+        (Rejection, {"statistic": "token_k1", "upper": None}, "upper=None must be a positive number"),
+        (Rejection, {"statistic": "seq_mean_k3", "upper": None}, "upper=None must be a positive number"),
         (Rejection, {"statistic": "token_k1", "upper": 2.0, "only_if": "always"}, "one of diverging, negative"),
         (Veto, {"lower": None}, "neither"),
         (Veto, {"lower": 2.0, "upper": 1.0}, "above upper"),
@@ -85,3 +87,11 @@ def test_padding_vetoes_nothing_even_where_equal_policies_would():
 def test_what_makes_no_sense_is_refused(kind, arguments, message):
     with pytest.raises(ValueError, match=message):
         kind(**arguments)
+
+
+@pytest.mark.parametrize("statistic", get_args(Statistic))
+def test_metrics_of_logprobs_far_above_zero_are_finite(statistic):
+    found = correct([[800.0, -1.0]], [[900.0, -1.0]], correction=Correction(rejections=(Rejection(statistic, 1.5),)))
+    assert all(map(math.isfinite, found.metrics.values()))
+    if "prob_diff" in statistic:
+        assert not found.mask[0, 0]

@@ -71,9 +71,11 @@ def test_a_weight_on_a_bound_is_within():
         (ImportanceWeights, {"outside": "clip"}, "outside='clip' must be one of truncate, mask"),
         (ImportanceWeights, {"upper": math.nan}, "upper=nan must be a positive number"),
         (ImportanceWeights, {"upper": "2.0"}, "upper='2.0' must be a positive number"),
+        (ImportanceWeights, {"upper": None}, "upper=None must be a positive number"),
         (ImportanceWeights, {"lower": -1.0}, "lower=-1.0 must be a positive number"),
         (ImportanceWeights, {"lower": 3.0}, "lower=3.0 is above upper=2.0"),
         (GammaWeights, {"k_pos": 0.0}, "GammaWeights k_pos: .* must be a positive number"),
+        (GammaWeights, {"k_neg": None}, "GammaWeights k_neg: .* must be a positive number"),
         (GammaWeights, {"lambda_neg": math.inf}, "GammaWeights lambda_neg: .* must be finite"),
     ],
 )
@@ -82,7 +84,7 @@ def test_weights_that_make_no_sense_are_refused(kind, arguments, message):
         kind(**arguments)
 
 
-@pytest.mark.parametrize("cap", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("cap", [0.0, math.nan, math.inf, None, "2.0", True])
 def test_a_cap_that_is_no_positive_number_is_refused(cap):
     with pytest.raises(ValueError, match="cap="):
         truncated_importance_weights(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), cap=cap)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dashboards.check import plot
 from dashboards.check.schema import round_trips
 from dashboards.generate import FOLDER, generated
 
@@ -46,3 +47,10 @@ def test_what_compose_mounts_and_prometheus_loads_is_there():
     rules = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["rule_files"]
     mounted = {Path(mount).name for mount in services["prometheus"]["volumes"][0:2] for mount in [mount.split(":")[1]]}
     assert set(rules) | {"prometheus.yml"} == mounted
+
+
+def test_what_is_plotted_is_a_panel_with_a_filled_in_legend():
+    titles = {(name.removesuffix(".json"), panel["title"]) for name in BOARDS for panel in panels(name)}
+    assert {(board, title) for board, title, _ in plot.PANELS} <= titles
+    assert set(plot.LOGARITHMIC) <= {title for _, title in titles}
+    assert plot.legend("v{{version}} {{adapter}} {{replica}}", {"version": "3", "replica": "one"}) == "v3 one"

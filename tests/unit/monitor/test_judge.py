@@ -140,3 +140,13 @@ def test_numbers_that_go_down_count_anew():
     assert reports.choose(3) == 2
     reports.add(3, age=2)
     assert reports.choose(4) == 3
+
+
+def test_a_replica_one_version_behind_changes_no_answer():
+    reports = Reports()
+    reports.choose(1)
+    reports.add(1, age=1)
+    assert reports.choose(2) == 2
+    reports.add(2, age=2)
+    assert [reports.choose(1), reports.choose(2)] == [1, 2]
+    assert reports.choose(3) == 3

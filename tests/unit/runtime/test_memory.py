@@ -16,6 +16,9 @@ def test_it_is_the_machine_s(monkeypatch, tmp_path):
 def test_ray_s_threshold_is_the_environment_s(monkeypatch):
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.8")
     assert memory.memory().kill_at == 0.8
+    monkeypatch.setenv("RAY_memory_usage_threshold", "95%")
+    with pytest.raises(ValueError, match="RAY_memory_usage_threshold=95% is no number"):
+        memory.memory()
 
 
 @pytest.mark.parametrize(

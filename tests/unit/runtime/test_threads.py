@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rollout_service.runtime import threads
-from rollout_service.runtime.threads import in_threads, io_threads, to_thread_and_back
+from rollout_service.runtime.threads import compute_threads, in_threads, io_threads, to_thread_and_back
 
 LONG_S = 60.0
 
@@ -16,6 +16,14 @@ LONG_S = 60.0
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small this machine is."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+
+
+def test_threads_are_counted_where_processes_have_no_affinity(monkeypatch):
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert (io_threads(), compute_threads()) == (4, 4)
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    assert (io_threads(), compute_threads()) == (1, 1)
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -102,3 +102,10 @@ class TestKeys:
 
     def test_other_tools_are_another_conversation(self):
         assert key_of([ASKED], [{"name": "add"}]) != key_of([ASKED], None)
+
+    def test_a_call_of_a_custom_tool_counts_without_its_id(self):
+        def called(number: str, text: str) -> str:
+            call = {"id": number, "type": "custom", "custom": {"name": "run", "input": text}}
+            return key_of([{"role": "assistant", "content": "so", "tool_calls": [call]}], None)
+
+        assert called("c1", "ls") == called("c2", "ls") != called("c1", "pwd")

@@ -71,6 +71,11 @@ class TestOurs:
             again = from_wire(reply.status_code, reply.json())
             assert type(again) is cls and again.message == "it went wrong" and again.detail == {"where": name}
 
+    @pytest.mark.parametrize("detail", [None, "upstream reset", ["a"], [["a", 1]], 3])
+    def test_a_detail_of_another_server_that_is_no_mapping_is_left_out(self, detail):
+        error = from_wire(502, {"error": {"message": "bad gateway", "detail": detail}})
+        assert (type(error), error.message, error.detail) == (RolloutServiceError, "bad gateway", {})
+
     async def test_an_error_that_passes_says_when_to_come_back(self, http):
         assert (await http.get("/service/Overloaded")).headers["retry-after"] == f"{Overloaded.retry_after_s:g}"
         assert VersionConflict.retry_after_s is None
