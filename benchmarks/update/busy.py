@@ -68,7 +68,7 @@ def _generate(
 
             async def request(number: int) -> None:
                 options: GenerateOptions = {"max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
-                prompt = list(range(number + 10, number + 10 + PROMPT_TOKENS))
+                prompt = [10 + (number + i) % 90 for i in range(PROMPT_TOKENS)]  # the tiny model has 128 tokens
                 if adapter is None:
                     rollout = await client.generate(prompt, **options)
                 else:
@@ -83,6 +83,7 @@ def _generate(
             await request(0)
             async with busy(concurrent, request):
                 begun.set()
-                await asyncio.to_thread(stop.wait)
+                while not stop.is_set():  # a thread that waits for it would keep a process whose rollouts have failed
+                    await asyncio.sleep(0.1)
 
     asyncio.run(run())
