@@ -46,10 +46,10 @@ class SleepingWorker:
             for storage, _ in self._emptied:
                 storage.resize_(0)
             return sum(nbytes for _, nbytes in self._emptied)
-        before, _ = torch.cuda.mem_get_info(engine.device)
         self._kept = [(held, held.cpu()) for held in _other_tensors(engine.model, storages)]
         self.sleep(level=2)  # type: ignore[attr-defined]  # vLLM's, which keeps the model's buffers
-        return torch.cuda.mem_get_info(engine.device)[0] - before
+        # what is free on the GPU also changes with other processes
+        return int(memory_allocator().get_current_usage())
 
     def missing_memory(self) -> tuple[int, int]:
         """Return the bytes needed to wake up and the free bytes, or zeros if there is enough."""
