@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
-from rollout_service.client._groups import groups_of
 from rollout_service.client._http import Http, Repeat, parse
 from rollout_service.protocol.mismatch import (
     MismatchReceipt,
@@ -18,6 +17,7 @@ from rollout_service.protocol.mismatch import (
 )
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.truncation import warn_of_truncated_sampling
+from rollout_service.runtime.groups import groups_of
 
 TOKENS_PER_REPORT = 100_000
 """Maximum number of tokens per request, about 4 MB of JSON. A single completion is never split."""

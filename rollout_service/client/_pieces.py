@@ -8,10 +8,10 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rollout_service.client._groups import groups_of
 from rollout_service.protocol.delta import SEGMENT_BYTES
 from rollout_service.protocol.delta_parts import tensors_of_parts
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
+from rollout_service.runtime.groups import groups_of
 
 PIECE_BYTES = 2 * SEGMENT_BYTES
 """Maximum size of a piece in bytes. Pieces of a larger tensor hold whole segments."""

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from rollout_service.client._groups import groups_of
 from rollout_service.client._http import Http, Repeat
 from rollout_service.client._push import Push
 from rollout_service.client._tensors import TensorThread
@@ -34,6 +33,7 @@ from rollout_service.protocol.upload import (
     placed,
     with_kv_scales,
 )
+from rollout_service.runtime.groups import groups_of
 from rollout_service.runtime.shared_memory import SharedMemory, machine
 from rollout_service.runtime.tasks import raise_first_failure
 

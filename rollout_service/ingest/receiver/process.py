@@ -6,7 +6,7 @@ through a pipe that no other process can open.
 
 import math
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from rollout_service.engine.processes import die_with_parent
 from rollout_service.ingest.receiver.links import Link, join
 from rollout_service.protocol.ring import Ring, aligned
 from rollout_service.protocol.weight_transfer import TensorsToCome, TransferBackend, TransferInit, broadcasts, total
+from rollout_service.runtime.groups import groups_of
 from rollout_service.runtime.shared_memory import SharedMemory
 
 BATCH_BYTES = 64 << 20
@@ -150,7 +151,7 @@ class Rank:
 
     def _hand_on(self, received: torch.Tensor, places: Sequence[int], sizes: Sequence[int]) -> None:
         start = 0
-        for batch in _batches(places, sizes):
+        for batch in groups_of(places, lambda place: aligned(sizes[place]), BATCH_BYTES):
             position = self._take(sum(aligned(sizes[place]) for place in batch))
             filled = []
             for place in batch:
@@ -167,20 +168,6 @@ class Rank:
         while (start := self._ring.take(nbytes)) is None:
             self._obey(self._pipe.recv())
         return start
-
-
-def _batches(places: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    batch: list[int] = []
-    nbytes = 0
-    for place in places:
-        size = aligned(sizes[place])
-        if batch and nbytes + size > BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(place)
-        nbytes += size
-    if batch:
-        yield batch
 
 
 def _typed(received: torch.Tensor, tensors: TensorsToCome, place: int) -> torch.Tensor:
