@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import httpx
@@ -35,7 +36,13 @@ def monitor() -> Monitor:
 
 
 @pytest.fixture
-def services(engine: EchoEngine, monitor: Monitor) -> Services:
+def ingest() -> Any:
+    """Return what a test's file has instead of an ingest; here there is none."""
+    return None
+
+
+@pytest.fixture
+def services(engine: EchoEngine, monitor: Monitor, ingest: Any) -> Services:
     tokenizer = character_tokenizer()
     return Services(
         name="tiny",
@@ -43,7 +50,7 @@ def services(engine: EchoEngine, monitor: Monitor) -> Services:
         max_model_len=64,
         tokenizer=tokenizer,
         dispatcher=Dispatcher(engine, ingest=None, limits=EngineConfig()),
-        ingest=None,
+        ingest=ingest,
         authorizer=Authorizer(None),
         http=httpx.AsyncClient(),
         monitor=monitor,

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from rollout_service.errors import CommitTimeout, InvalidDelta, NotFound, NotReady, Overtaken
-from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import EngineLoad, Fleet, PauseMode, ReplicaStatus
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.upload import CommitUpload
@@ -57,11 +56,6 @@ class Ingest(FolderIngest):
 @pytest.fixture
 def ingest() -> Ingest:
     return Ingest()
-
-
-@pytest.fixture
-def services(services: Services, ingest: Ingest) -> Services:
-    return replace(services, ingest=ingest)
 
 
 async def test_slime_s_update_by_disk(http, ingest):

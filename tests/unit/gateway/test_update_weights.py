@@ -17,7 +17,6 @@ from rollout_service.errors import (
     QuantizationError,
     VersionConflict,
 )
-from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.update_weights import number_of, update_from_folder
 from rollout_service.protocol.fleet import PauseMode
 from tests.unit.gateway.fakes import FolderIngest, Silent
@@ -36,11 +35,6 @@ class Ingest(FolderIngest):
 @pytest.fixture
 def ingest() -> Ingest:
     return Ingest()
-
-
-@pytest.fixture
-def services(services: Services, ingest: Ingest) -> Services:
-    return replace(services, ingest=ingest)
 
 
 async def test_prime_rl_updates_between_pause_and_resume(http, ingest):

@@ -7,7 +7,6 @@ import httpx
 import pytest
 
 from rollout_service.errors import NotReady, RolloutServiceError
-from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.base import MAX_VERSION
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
@@ -82,11 +81,6 @@ class Ingest:
 @pytest.fixture
 def ingest() -> Ingest:
     return Ingest()
-
-
-@pytest.fixture
-def services(services: Services, ingest: Ingest) -> Services:
-    return replace(services, ingest=ingest)
 
 
 @pytest.mark.parametrize(
