@@ -12,9 +12,11 @@ from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
 
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
+from rollout_service.protocol.upload import SourceDtype
 
-_SAFETENSORS_DTYPE: dict[StoredDtype, str] = {
+_SAFETENSORS_DTYPE: dict[SourceDtype, str] = {
     "bfloat16": "BF16",
+    "float16": "F16",
     "float32": "F32",
     "float8_e4m3fn": "F8_E4M3",
     "int8": "I8",
@@ -66,7 +68,7 @@ class Slot(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def dtype(self) -> StoredDtype: ...
+    def dtype(self) -> SourceDtype: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
@@ -76,6 +78,8 @@ class Slot(Protocol):
 class Placed(Slot, Protocol):
     """A tensor with a place: a ``TensorPlace``, or a ``StoredTensor``."""
 
+    @property
+    def dtype(self) -> StoredDtype: ...
     @property
     def file(self) -> str: ...
     @property

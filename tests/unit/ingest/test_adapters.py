@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 import xxhash
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from rollout_service.client import RolloutClient
 from rollout_service.client._adapters import _write_here
@@ -76,6 +76,17 @@ async def test_a_pushed_adapter_is_a_version_of_the_log(service, client, model, 
     AdapterStore(service.log.root).verify(second)
     with pytest.raises(VersionConflict, match="has version 7: push a newer one than that, and not 6"):
         await client.push_adapter("run-a", tensors, config=CONFIG, version=6, wait="none")
+
+
+async def test_tensors_of_every_dtype_and_layout_arrive_as_they_are(service, client, model):
+    dtypes = torch.float16, torch.float32, torch.bfloat16
+    tensors = {
+        name: tensor.to(dtypes[number % 3]).t().contiguous().t()
+        for number, (name, tensor) in enumerate(adapter_tensors(model, 1).items())
+    }
+    pushed = await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
+    stored = load_file(AdapterStore(service.log.root).folder(pushed) / TENSORS_FILE)
+    torch.testing.assert_close(stored, tensors, rtol=0, atol=0)  # dtypes, too
 
 
 async def test_a_restarted_ingest_has_the_committed_adapters(model, tmp_path):
