@@ -128,7 +128,9 @@ def main(asked: ContextOptions) -> None:
     engine = {"max_model_len": asked.prompt + asked.out + 64, "max_num_seqs": asked.sessions}
     for policy in map(str, asked.policy):  # PyYAML writes no enumerations
         case = Case(asked.model, policy, asked.sessions, asked.prompt)
-        weights: dict[str, Any] = {"kv_cache_on_update": policy, "kv_max_age": None, "source_roots": [str(model)]}
+        weights: dict[str, Any] = {"kv_cache_on_update": policy, "source_roots": [str(model)]}
+        if policy == Policy.KEEP:
+            weights["kv_max_age"] = None
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as log:  # the shipped log has an earlier run's versions
             weights["root"] = log
             with shipped_service(asked, "1", engine=engine, weights=weights) as (url, _):

@@ -17,6 +17,7 @@ from rollout_service.config.engine import Config, EngineConfig, KVCacheConfig, Q
 from rollout_service.protocol.base import KnownVersion, is_token
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
 
+_KV_MAX_AGE = 8
 AUTO = Path("auto")
 """Value of ``weights.root`` with which the ingest chooses the folder."""
 _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -274,7 +275,7 @@ class WeightsConfig(Config):
     """``drop``: every update empties the KV cache, and running rollouts compute theirs again. ``keep``: running
     rollouts and sessions continue with keys and values of older weights. See docs/kv_cache.md."""
 
-    kv_max_age: Annotated[int, Field(ge=0)] | Literal["auto"] | None = 8
+    kv_max_age: Annotated[int, Field(ge=0)] | Literal["auto"] | None = _KV_MAX_AGE
     """Maximum age of kept keys and values, as a difference of version numbers. An update recomputes those of running
     rollouts that began with older versions, and no others. None: unbounded. ``auto``: raised by one while the trainer
     reports no suspect mismatch for the oldest ones, and halved once it does (``monitor.suspect_k3``,
@@ -384,6 +385,11 @@ class WeightsConfig(Config):
             raise ValueError(
                 f"weights.upload_advertise_address is {self.upload_advertise_address}, but weights.upload_port is 0, "
                 "so that each start takes another port: choose one"
+            )
+        if self.kv_cache_on_update == "drop" and self.kv_max_age not in (0, _KV_MAX_AGE):
+            raise ValueError(
+                f"weights.kv_max_age is {self.kv_max_age}, but weights.kv_cache_on_update is drop, which keeps no "
+                "older keys and values: set it to keep, or leave kv_max_age out"
             )
         if self.publish is not None and self.publish == self.watch:
             raise ValueError(f"weights.publish and weights.watch are both {self.publish}: publish into another store")

@@ -58,7 +58,7 @@ async def model_and_adapter(model: str | None, adapter: str | None, services: Se
         names = " and ".join(map(repr, served))
         instead = "use one of those" if services.aliases else "use that"
         raise NotFound(
-            f"model {model!r} is not served here; {names} is: {instead}, or add it to model.aliases",
+            f"model {model[:256]!r} is not served here; {names} is: {instead}, or add it to model.aliases",
             {"served": list(served)},
         )
     if adapter not in (None, model):

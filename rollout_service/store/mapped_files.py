@@ -108,9 +108,12 @@ class MappedFiles:
 
     def _map(self, fd: int, nbytes: int) -> _Mapping:
         # the inode of a mapped file is not reused, so a mapping with this key is of the same file
-        memory = memoryview(mmap.mmap(fd, nbytes))
-        unregister = None if self._registered is None else self._registered(memory)
-        return _Mapping(memory, os.dup(fd), unregister)
+        memory, own = memoryview(mmap.mmap(fd, nbytes)), os.dup(fd)
+        try:
+            return _Mapping(memory, own, None if self._registered is None else self._registered(memory))
+        except BaseException:
+            os.close(own)
+            raise
 
 
 def _unmap(held: _Mapping) -> None:

@@ -71,10 +71,10 @@ class ErrorResponse(JSONResponse):
         return json.dumps(content).encode("ascii")
 
 
-def error_response(error: RolloutServiceError) -> ErrorResponse:
-    """Return the HTTP reply for an error."""
+def error_response(error: RolloutServiceError, **fields: object) -> ErrorResponse:
+    """Return the HTTP reply for an error. ``fields``: further ones of the body."""
     headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
-    return ErrorResponse(error.to_wire(), status_code=error.http_status, headers=headers)
+    return ErrorResponse({**fields, **error.to_wire()}, status_code=error.http_status, headers=headers)
 
 
 async def _service_error(request: Request, error: Exception) -> JSONResponse:

@@ -409,7 +409,7 @@ async def _adapter_as_model(
     Raises NotFound for an unknown name, and InvalidRequest for another adapter than ``adapter``.
     """
     model = body.get("model")
-    if not isinstance(model, str) or services.adapters is None or model in (services.name, *services.aliases):
+    if not isinstance(model, str) or model in (services.name, *services.aliases):
         return None
     _, adapter = await model_and_adapter(model, adapter, services)
     serving.accept(model)

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from rollout_service.errors import Forbidden, InvalidRequest, MalformedRequest, RolloutServiceError, Unauthorized
 from rollout_service.gateway.routes import GuardedRoute, OpenRoute, PromptsRoute
 from rollout_service.gateway.update_weights import is_worth_repeating
-from rollout_service.web.errors import ErrorResponse, error_response, validation_error
+from rollout_service.web.errors import error_response, validation_error
 
 
 class _SglangRoute(OpenRoute):
@@ -58,8 +58,10 @@ class ControlRoute(_SglangRoute, GuardedRoute):
     def refusal(self, error: RolloutServiceError) -> Response:
         """Return the error in both formats."""
         kept = isinstance(error, Unauthorized | Forbidden) or is_worth_repeating(error)
-        body = {"success": False, "message": error.message, **error.to_wire()}
-        return ErrorResponse(body, status_code=error.http_status if kept else 400)
+        reply = error_response(error, success=False, message=error.message)
+        if not kept:
+            reply.status_code = 400
+        return reply
 
 
 class Done(BaseModel):

@@ -214,6 +214,15 @@ class TestEngineKernels:
         assert (config.with_gpus(False).engine_kernels, config.engine_kernels) == ("cpu", None)
 
 
+@pytest.mark.parametrize("age", [3, "auto", None])
+def test_a_bound_of_kept_keys_needs_a_kept_cache(age):
+    assert f"weights.kv_max_age is {age}, but weights.kv_cache_on_update is drop" in message_of(
+        {"weights": {"kv_max_age": age}}
+    )
+    ServiceConfig.model_validate({"weights": {"kv_max_age": age, "kv_cache_on_update": "keep"}})
+    ServiceConfig.model_validate(ServiceConfig().model_dump(mode="json"))
+
+
 class TestOffloading:
     KEPT: ClassVar = {"kv_cache_on_update": "keep", "kv_max_age": 0}
 

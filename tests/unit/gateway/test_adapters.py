@@ -122,3 +122,6 @@ async def test_every_route_of_vllms_takes_an_adapter_as_its_model(chatting, inge
         for name, status in (("a", 200), ("a@3", 200), ("c", 404)):
             reply = await http.post(path, json={"model": name, **body})
             assert reply.status_code == status, reply.text
+    async with http_to(chatting) as http:  # without adapters
+        reply = await http.post(path, json={"model": 1000 * "c", **body})
+        assert (reply.status_code, len(reply.text) < 1000) == (404, True), reply.text

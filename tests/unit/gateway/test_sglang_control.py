@@ -134,6 +134,7 @@ async def test_an_update_that_fails_says_so_in_sglang_s_form(http, ingest, path,
         "why",
         kind.__name__,
     )
+    assert ("Retry-After" in reply.headers) is (kind is NotReady)
 
 
 @pytest.mark.parametrize(

@@ -221,8 +221,10 @@ def test_what_cannot_be_registered_is_an_error_of_the_system(log, memory):
     def refuse(_: memoryview):
         raise OSError("no more memory can be locked")
 
+    descriptors = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="no more memory"):
         VersionReader(log.folder(1), manifest, MappedFiles(refuse))
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
 
 
 def test_made_spare_files_become_the_next_version(log, memory):
