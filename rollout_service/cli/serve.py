@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import httpx
 import typer
+import xxhash
 import yaml
 
 from rollout_service.cli.checks import Plan, Problem, problems, with_model
@@ -66,7 +67,7 @@ def deployment(
     document = read_document(GPU if on_gpus else CPU)
     args = args_of(document)
     args["model"] = {"path": str(model.path), **model.model_dump(mode="json", exclude_defaults=True)}
-    args["weights"]["disk_root"] = f"out/weights-{str(model.repo_id or model.path.absolute().name).replace('/', '--')}"
+    args["weights"]["disk_root"] = f"out/weights-{_log_name(model)}"
     if not on_gpus:
         del args["monitor"]  # thresholds for the small model that the file is for
     if replicas is not None:
@@ -81,6 +82,14 @@ def deployment(
     if port is not None:
         document["http_options"]["port"] = port
     return document
+
+
+def _log_name(model: ModelConfig) -> str:
+    """Return a name that another model's log does not have: other runs may have folders of the same name."""
+    if model.repo_id is not None:
+        return model.repo_id.replace("/", "--")
+    folder = model.path.absolute()
+    return f"{folder.name}-{xxhash.xxh3_64_hexdigest(str(folder).encode())[:8]}"
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,12 @@ class Ingest:
             await self._commit(0, CommitUpload())
             return
         head, manifest = newest
+        logger.info(
+            "the log at %s is continued at version %d: the weights in %s are not read again",
+            self._log.root,
+            head.version,
+            self._config.model.path,
+        )
         await asyncio.to_thread(self._adapters.open, head)
         self._log.kv_cache()  # damage is found now, and not by the next replica
         self._kv_scales.committed(manifest)

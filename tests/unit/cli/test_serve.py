@@ -91,6 +91,15 @@ class TestDeployment:
         args_of(shipped).pop("monitor", None)
         assert made == shipped
 
+    def test_folders_of_one_name_have_logs_of_their_own(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        roots = set[str]()
+        for run in ("a", "b"):
+            folder = make_model(tmp_path / run / "checkpoint-100", "qwen3")
+            for path in (folder, folder.relative_to(tmp_path)):
+                roots.add(args_of(deployment(ModelConfig(path=path), on_gpus=True))["weights"]["disk_root"])
+        assert len(roots) == 2 and all(root.startswith("out/weights-checkpoint-100-") for root in roots)
+
     @pytest.mark.parametrize("on_gpus", [False, True])
     def test_is_one_that_serve_run_takes(self, on_gpus):
         model = QWEN.model_copy(update={"revision": "v1", "served_name": "policy"})
@@ -259,7 +268,8 @@ class TestRefusals:
         assert "model.revision is main, but" in self.refused(started, tiny_model, "--revision", "main")
 
     async def test_a_log_of_another_model(self, here, tiny_model, model, started):
-        ingest = Ingest(config_of(model, here / "out" / f"weights-{tiny_model.name}"))
+        root = args_of(deployment(ModelConfig(path=tiny_model), on_gpus=False))["weights"]["disk_root"]
+        ingest = Ingest(config_of(model, here / root))
         await ingest.start()
         await ingest.stop()
         said = self.refused(started, tiny_model, "--port", free_port())
