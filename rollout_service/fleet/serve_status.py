@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import math
 import re
+import time
 from collections.abc import Awaitable, Callable
 
 from ray import serve
@@ -37,6 +39,27 @@ def not_running(application: str) -> dict[str, str]:
     if not found and app.status == "DEPLOY_FAILED" and app.message:
         found[""] = in_short(app.message)
     return found
+
+
+class ServeMessages:
+    """The messages of ``not_running``, for all requests of a process."""
+
+    MAX_AGE_S = 1.0
+    """Time in seconds after which ``ask`` is called again."""
+
+    def __init__(self, ask: Callable[[], dict[str, str]], clock: Callable[[], float] = time.monotonic) -> None:
+        """``ask``: takes the controller and this process 60 ms of a core. ``clock``: in seconds."""
+        self._ask, self._clock, self._lock = ask, clock, asyncio.Lock()
+        self._said: dict[str, str] = {}
+        self._asked_at = -math.inf
+
+    async def read(self) -> dict[str, str]:
+        """Return the messages, at most ``MAX_AGE_S`` old."""
+        async with self._lock:
+            if self._clock() - self._asked_at > self.MAX_AGE_S:
+                self._said = await asyncio.to_thread(self._ask)
+                self._asked_at = self._clock()
+            return self._said
 
 
 def in_short(message: str) -> str:

@@ -4,7 +4,6 @@ Paths, parameters and replies of sleep follow vLLM 0.32: ``entrypoints/serve/dev
 ``engine/sleeping.py`` describes what an engine does.
 """
 
-import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -153,7 +152,7 @@ async def failed_starts(services: Services) -> FailedStarts | None:
 
 async def _not_ready(why: str, services: Services) -> NotReady:
     """Return the error with Serve's messages about the deployments that are not running."""
-    said = await asyncio.to_thread(services.not_running)
+    said = await services.serve_messages.read()
     if not said:
         return NotReady(why)
     lines = [f"{name or 'the application'}: {message}" for name, message in sorted(said.items())]

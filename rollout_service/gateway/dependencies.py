@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Protocol, TypeVar
@@ -18,7 +18,7 @@ from rollout_service.config import AdaptersConfig, ServiceConfig
 from rollout_service.errors import NotReady
 from rollout_service.fleet.detokenizer import decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
-from rollout_service.fleet.serve_status import not_running
+from rollout_service.fleet.serve_status import ServeMessages, not_running
 from rollout_service.gateway.tinker_samples import Samples
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.adapters import WantedAdapter, read_adapter_name
@@ -155,8 +155,8 @@ class Services:
     """The setting ``engine.enable_sleep_mode``."""
     keeps_kv_cache: bool = False
     """True if ``weights.kv_cache_on_update`` is ``keep``."""
-    not_running: Callable[[], dict[str, str]] = dict
-    """Returns Serve's messages about deployments that are not running, see ``fleet/serve_status.py``."""
+    serve_messages: ServeMessages = field(default_factory=partial(ServeMessages, dict))
+    """Serve's messages about deployments that are not running."""
     tensor_parallel_size: int = 1
     """Number of GPUs per engine."""
     node_id: str | None = None
@@ -212,7 +212,7 @@ class Services:
             max_logprobs=model.vocab_size if config.engine.max_logprobs == -1 else config.engine.max_logprobs,
             may_sleep=config.engine.enable_sleep_mode,
             keeps_kv_cache=config.weights.kv_cache_on_update == "keep",
-            not_running=partial(not_running, serve.get_replica_context().app_name),
+            serve_messages=ServeMessages(partial(not_running, serve.get_replica_context().app_name)),
             tensor_parallel_size=config.engine.tensor_parallel_size,
             adapter_limits=config.engine.adapters,
             node_id=ray.get_runtime_context().get_node_id(),

@@ -1,12 +1,13 @@
 """Serve's messages, without the traceback inside them; its controller, which is started anew if it hangs."""
 
+import asyncio
 import traceback
 from collections.abc import Iterable
 
 import pytest
 
 from rollout_service.errors import LONGEST_REASON
-from rollout_service.fleet.serve_status import PATIENCE_S, PERIOD_S, in_short, watch_controller
+from rollout_service.fleet.serve_status import PATIENCE_S, PERIOD_S, ServeMessages, in_short, watch_controller
 
 HEAD = "A replica failed to start with exception. Retrying 2 more time(s). "
 
@@ -43,6 +44,19 @@ def test_a_message_without_a_traceback_stays_as_it_is(message, short):
 def test_a_long_one_is_cut_in_the_middle():
     cut = in_short("begin " + "x" * 10_000 + " end")
     assert cut.startswith("begin") and cut.endswith("end") and len(cut) <= LONGEST_REASON + 3
+
+
+async def test_many_who_ask_share_one_answer():
+    asked, now = list[int](), [100.0]
+
+    def ask() -> dict[str, str]:
+        asked.append(1)
+        return {"engine": f"message {len(asked)}"}
+
+    messages = ServeMessages(ask, lambda: now[0])
+    assert await asyncio.gather(*(messages.read() for _ in range(20))) == 20 * [{"engine": "message 1"}]
+    now[0] += 1.5 * ServeMessages.MAX_AGE_S
+    assert await messages.read() == {"engine": "message 2"}
 
 
 class End(Exception):

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from rollout_service.errors import NotReady
+from rollout_service.fleet.serve_status import ServeMessages
 from rollout_service.gateway import dependencies
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import FailedStart, FailedStarts, Fleet, PauseMode, ReplicaStatus, SleepTag
@@ -38,7 +39,7 @@ def fleet(*replicas: ReplicaStatus, tries: int = 0, over: bool = False) -> Fleet
 async def health(
     services: Services, ingest: Any, not_running: Callable[[], dict[str, str]] = dict, path: str = "/health"
 ) -> tuple[int, dict[str, Any]]:
-    async with http_to(replace(services, ingest=ingest, not_running=not_running)) as http:
+    async with http_to(replace(services, ingest=ingest, serve_messages=ServeMessages(not_running))) as http:
         reply = await http.get(path)
     return reply.status_code, reply.json()
 
