@@ -4,6 +4,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,7 @@ import xxhash
 
 from rollout_service.client._http import Http, Repeat, parse
 from rollout_service.client._tensors import TensorThread, describe
-from rollout_service.errors import InvalidRequest
+from rollout_service.errors import InvalidManifest, InvalidRequest, NotFound
 from rollout_service.protocol.adapters import (
     CONFIG_FILE,
     TENSORS_FILE,
@@ -74,7 +75,11 @@ class AdapterCalls:
             LogCorrupt: The version is committed, but a replica cannot load it.
         """
         # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, as with push_weights.
-        route, thread = _route(name), TensorThread()
+        route = _route(name)
+        commit = CommitAdapter(
+            version=version, base_version=base_version, label=label, wait=wait, timeout_s=timeout_s, digest=""
+        )
+        thread = TensorThread()
 
         async def run() -> AdapterStatus:
             try:
@@ -93,16 +98,9 @@ class AdapterCalls:
             )
             upload = parse(AdapterUpload, reply)
             if not await asyncio.to_thread(_write_here, upload, begin, tensors):
-                await self._send_parts(route, upload, tensors)
-            commit = CommitAdapter(
-                version=version,
-                base_version=base_version,
-                label=label,
-                wait=wait,
-                timeout_s=timeout_s,
-                digest=upload.digest,
-            )
-            return await self._commit(name, commit)
+                with suppress(NotFound):  # an equal push may have committed the upload; the commit tells
+                    await self._send_parts(route, upload, tensors)
+            return await self._commit(name, commit.model_copy(update={"digest": upload.digest}))
 
         return run()
 
@@ -183,7 +181,7 @@ def _write_here(upload: AdapterUpload, begin: BeginAdapter, tensors: memoryview)
 
 
 def _files_of(adapter: Any, config: Any) -> tuple[dict[str, Any], memoryview]:
-    """Return PEFT's configuration and the content of the tensors' file. Raises InvalidRequest."""
+    """Return PEFT's configuration and the content of the tensors' file. Raises InvalidRequest, InvalidManifest."""
     if isinstance(adapter, str | Path):
         folder = Path(adapter)
         return json.loads((folder / CONFIG_FILE).read_text()), memoryview((folder / TENSORS_FILE).read_bytes())
@@ -193,7 +191,7 @@ def _files_of(adapter: Any, config: Any) -> tuple[dict[str, Any], memoryview]:
         from peft import get_peft_model_state_dict
 
         config = adapter.peft_config[adapter.active_adapter]
-        adapter = get_peft_model_state_dict(adapter)
+        adapter = get_peft_model_state_dict(adapter, adapter_name=adapter.active_adapter)
     elif config is None:
         raise InvalidRequest("tensors do not tell their rank and alpha: give PEFT's configuration as config")
     settings = config if isinstance(config, Mapping) else config.to_dict()
@@ -201,12 +199,18 @@ def _files_of(adapter: Any, config: Any) -> tuple[dict[str, Any], memoryview]:
 
 
 def _safetensors(tensors: "Mapping[str, torch.Tensor]") -> memoryview:
-    """Return a safetensors file of the tensors, each copied once. safetensors' ``save`` takes four times as long."""
+    """Return a safetensors file of the tensors, each copied once. safetensors' ``save`` takes four times as long.
+
+    Raises InvalidManifest.
+    """
     import torch
 
     # wide dtypes first: readers view the bytes in place, which therefore must be aligned
     ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].itemsize, pair[0]))
-    header = safetensors_header(describe(name, tensor) for name, tensor in ordered)
+    try:
+        header = safetensors_header(describe(name, tensor) for name, tensor in ordered)
+    except ValueError as error:
+        raise InvalidManifest(str(error)) from error
     file = torch.empty(len(header.text) + header.data_bytes, dtype=torch.uint8)
     content: memoryview = file.numpy().data
     content[: len(header.text)] = header.text

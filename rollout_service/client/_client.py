@@ -147,9 +147,9 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
 
         Args:
             max_tokens: Maximum number of new tokens per completion. None: the rest of the context.
-            top_p, top_k, min_p, min_tokens: Truncate the vocabulary. Logprobs are renormalized over the remaining
-                tokens, and the rollout is marked ``truncated_sampling``. Read docs/correction.md before training on
-                such rollouts.
+            top_p, top_k, min_p, min_tokens, structured_outputs, logit_bias: Truncate or bias the vocabulary. Logprobs
+                are renormalized, and the rollout is marked ``truncated_sampling``. Read docs/correction.md before
+                training on such rollouts.
             stop: Strings that end a completion. They need a tokenizer.
             logprobs: Number of most likely tokens in ``Completion.top_logprobs`` for each token; 0: none.
             min_weight_version: Sample from this weight version or a newer one. Give its number or its label. The
@@ -465,11 +465,11 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
         ``path`` must lie below one of the service's ``weights.source_roots``. Raises Forbidden if it does not, and
         VersionConflict as ``push_weights``.
         """
-        source = PathSource(path=Path(path).absolute())
+        source, commit = PathSource(path=Path(path).absolute()), CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
         scales = None if kv_scales is None else kv_scales.named()
         plan = await self._uploader.begin(announcement(version, source=source, kv_scales=scales, label=label))
-        commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s, upload_digest=plan.upload_digest)
-        return await self._uploader.commit(plan.version, commit)
+        digest = {"upload_digest": plan.upload_digest}
+        return await self._uploader.commit(plan.version, commit.model_copy(update=digest))
 
     async def rollback(
         self,

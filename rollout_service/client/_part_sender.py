@@ -378,5 +378,6 @@ def _has_ended(sock: socket.socket) -> bool:
 
 
 def _shut(connection: http.client.HTTPConnection) -> None:
-    with suppress(OSError, AttributeError):  # the socket is closed, or still being created
-        socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+    if (sock := connection.sock) is not None:  # else it is still being created
+        with suppress(OSError):  # it is closed
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -5,6 +5,7 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
@@ -121,7 +122,7 @@ class SyncRolloutClient:
 
     def close(self) -> None:
         """Cancel the calls of other threads, close all connections and end the thread. Further calls do nothing."""
-        with self._lock:
+        with self._locked:
             if self._is_open:
                 self._loop.call_soon_threadsafe(self._closing.set)
             self._closed = True
@@ -130,6 +131,11 @@ class SyncRolloutClient:
     @property
     def _is_open(self) -> bool:
         return not self._closed and self._thread.is_alive()  # a forked process has no such thread
+
+    @property
+    def _locked(self) -> AbstractContextManager[object]:
+        # a forked process may have a copy of the lock that another thread held, and nothing to schedule
+        return self._lock if self._thread.is_alive() else nullcontext()
 
     async def _serve(self, running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
         closing = asyncio.Event()
@@ -157,7 +163,7 @@ class SyncRolloutClient:
             return await coroutine
 
         try:
-            with self._lock:
+            with self._locked:
                 if not self._is_open:
                     raise RuntimeError("this SyncRolloutClient is closed: make a new one")
                 future = asyncio.run_coroutine_threadsafe(call(), self._loop)
@@ -166,7 +172,7 @@ class SyncRolloutClient:
             given_up.set()
             if not begun:
                 coroutine.close()  # nothing awaits it any more
-            with self._lock:
+            with self._locked:
                 for task in begun:
                     if task is not None and not task.done() and self._is_open:  # closing cancels it, too
                         self._loop.call_soon_threadsafe(task.cancel)

@@ -110,7 +110,7 @@ class AdapterOptions(Frozen):
     label: VersionLabel | None = None
     wait: Literal["none", "all"] = "none"
     """``all``: answer when every live replica holds the version. ``none``: answer after the commit."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Maximum time in seconds for ``wait``, then 504."""
 
 

@@ -60,8 +60,8 @@ class RolloutOptions(Frozen):
     continues it. ``return``: it is returned with ``finish_reason="abort"``."""
 
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
-    """Only requests with the same salt share entries of the prefix cache. A new weight version empties the cache in any
-    case."""
+    """Only requests with the same salt share entries of the prefix cache. None are shared over an update, except within
+    a session with ``weights.kv_cache_on_update: keep``."""
     return_routed_experts: bool = False
     """Return ``routed_experts`` with each choice: see ``RoutedExperts``. The deployment needs
     ``engine.return_routed_experts``."""

@@ -175,9 +175,9 @@ class Rollout(Frozen):
     returned: bool = False
     """True if a pause with ``on_abort="return"`` aborted it: an aborted completion is then not continued."""
     truncated_sampling: bool = False
-    """True if tokens were sampled from a part of the vocabulary (``top_p``, ``top_k``, ``min_p``, ``min_tokens``).
-    Their logprobs are renormalized over that part and not comparable with the whole vocabulary's. The monitor does not
-    judge them."""
+    """True if tokens were sampled from a part of the vocabulary (``top_p``, ``top_k``, ``min_p``, ``min_tokens``,
+    ``structured_outputs``), or with ``logit_bias``. Their logprobs are renormalized and not comparable with the whole
+    vocabulary's. The monitor does not judge them."""
 
     def routed_experts(self, index: int = 0) -> tuple[Experts, Known]:
         """Return the experts of each token of the prompt and of completion ``index``.

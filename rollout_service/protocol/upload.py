@@ -410,11 +410,12 @@ class HowToLoad(Frozen):
     """Options of a commit or rollback: how replicas load the version, and when the call is answered."""
 
     mode: PauseMode = "keep"
-    """Treatment of running rollouts. ``keep`` recomputes their KV cache and continues with the new weights, ``wait``
-    lets them finish first, ``abort`` ends them with ``finish_reason="abort"``."""
+    """Treatment of running rollouts. ``keep`` continues them with the new weights, after recomputing their KV cache
+    unless ``weights.kv_cache_on_update`` is ``keep``. ``wait`` lets them finish first. ``abort`` ends them in the
+    engines, and each one's ``on_abort`` decides what follows."""
     wait: WaitFor = "none"
     """``all``: answer when every live replica serves this version. ``none``: answer after the commit."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Maximum time in seconds for ``wait``, then 504."""
 
 

@@ -167,7 +167,7 @@ class RolloutServer:
         self._rejecting = False
 
     async def clear_kv_cache(self) -> None:
-        """Do nothing: engines drop their KV cache with each version."""
+        """Do nothing: a version drops or keeps the KV cache, by ``weights.kv_cache_on_update``."""
 
     async def release_kv_cache(self) -> None:
         """Do nothing: the engines do not share verl's GPUs."""

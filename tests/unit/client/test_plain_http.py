@@ -1,10 +1,12 @@
 """Parts over plain connections: kept for a push, broken by its end, and judged by the same rules as all else."""
 
 import asyncio
+import http.client
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import BinaryIO
@@ -123,6 +125,26 @@ def test_no_connection_is_a_connect_error():
 
 def push_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("push-parts")]
+
+
+def test_a_connection_that_is_still_made_ends_with_the_others(monkeypatch):
+    connecting, closed = threading.Event(), threading.Event()
+
+    def connect(_: http.client.HTTPConnection) -> None:
+        connecting.set()
+        closed.wait(30)
+        raise ConnectionAbortedError
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect)
+    connections = PlainConnections("http://127.0.0.1:1", PinnedCertificates().context, 30.0)
+    with ThreadPoolExecutor(1) as thread:
+        putting = thread.submit(connections.put, "/", PIECES, {})
+        connecting.wait(30)
+        try:
+            connections.close()
+        finally:
+            closed.set()
+    assert isinstance(putting.exception(), httpx.ConnectError)
 
 
 async def test_the_connections_of_a_push_are_as_many_as_its_parts_at_once(service, direct, client, tensors):

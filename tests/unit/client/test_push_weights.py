@@ -167,6 +167,7 @@ class TestOptions:
         [
             ({"parallel_parts": 0}, "parallel_parts"),
             ({"timeout_s": 0}, "timeout_s"),
+            ({"timeout_s": float("inf")}, "timeout_s"),
             ({"mode": "stop"}, "mode"),
             ({"quantize": "both"}, "quantize='both'"),
             ({"transport": "delta", "quantize": "service"}, "quantize='service' with transport='delta'"),
@@ -176,6 +177,11 @@ class TestOptions:
     async def test_wrong_options_fail_before_anything_is_sent(self, service, client, tensors, wrong, complaint):
         with pytest.raises(ValueError, match=complaint):
             await client.push_weights(5, tensors, **wrong)
+        assert service.log == []
+
+    async def test_a_path_with_wrong_options_is_not_announced(self, service, client, tmp_path):
+        with pytest.raises(ValueError, match="timeout_s"):
+            await client.push_path(6, tmp_path, timeout_s=0)
         assert service.log == []
 
     async def test_a_path_is_committed_without_parts(self, service, client, tmp_path):

@@ -72,6 +72,11 @@ class TestPush:
         assert shared.timings is not None and min(shared.timings.model_dump().values()) > 0
         assert (await service.ingest.status(1)).timings == in_parts.timings != shared.timings
 
+    async def test_each_push_may_be_of_another_client(self, service, weights):
+        for version in range(1, 19):
+            async with RolloutClient(service.url) as client:
+                await client.push_weights(version, dict(weights), transport="shared_memory", wait="none")
+
     async def test_kv_scales_are_stored_as_with_parts(self, service, client, weights, model):
         layers = ServedModel.load(model).attention
         scales = KVScales(layers={name: LayerScales(q=0.5, k=0.25, v=2.0) for name in layers})

@@ -1,5 +1,6 @@
 import asyncio
 import inspect
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -155,6 +156,33 @@ def test_a_call_that_comes_while_it_closes_is_refused():
     client = SyncRolloutClient("http://service", transport=Closing(lambda _: httpx.Response(500)))
     client.close()
     assert set(refused) == {"this SyncRolloutClient is closed: make a new one"}
+
+
+def test_a_forked_process_is_refused_while_another_thread_calls(threaded_service):
+    client, held, forked = SyncRolloutClient(threaded_service.url), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with client._lock:
+            held.set()
+            forked.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)  # ends it
+        try:
+            client.generate([1])
+        except RuntimeError:
+            client.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    forked.set()
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
+    client.close()
 
 
 def test_closing_twice_is_closing_once_and_ends_the_thread(threaded_service):
