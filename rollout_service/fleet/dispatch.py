@@ -414,9 +414,11 @@ class Dispatcher:
         name, version = "exact_version", call.exact_weight_version
         if version is None:
             name, version = "min_weight_version", call.min_weight_version
+        is_passed = all(_has_passed(refusal, call) for refusal in refusals)
+        when = "any more" if is_passed else f"after {self._limits.version_wait_s} s"
         return TooEarly(
-            f"no replica serves {name}={version} after {self._limits.version_wait_s} s (live: {live}): push it, or ask "
-            "for what is live",
+            f"no replica serves {name}={version} {when} (live: {live}): {'' if is_passed else 'push it, or '}ask for "
+            "what is live",
             {name: version, "latest_version": latest, "live": live},
         )
 

@@ -22,6 +22,7 @@ from rollout_service.errors import (
 )
 from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.routes import OCTETS, GuardedRoute, read_body
+from rollout_service.gateway.update_weights import FolderPath
 from rollout_service.protocol.adapters import (
     ADAPTER_PART_BYTES,
     AdapterName,
@@ -85,7 +86,7 @@ class LoadAdapter(Frozen):
     """vLLM's request to load an adapter from a folder."""
 
     lora_name: AdapterName
-    lora_path: str
+    lora_path: FolderPath
     """A folder in PEFT's format below ``weights.source_roots``, as the ingest sees it."""
     load_inplace: bool = False
     """Not used: every load is a new version, which new rollouts take."""

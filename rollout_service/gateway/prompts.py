@@ -18,6 +18,7 @@ from rollout_service.errors import (
     RolloutServiceError,
     TooEarly,
     VersionNotServed,
+    shorten,
 )
 from rollout_service.fleet.continuation import sampling_of_the_rest
 from rollout_service.fleet.progress import RolloutProgress
@@ -135,7 +136,8 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
         )
     for name, tokens in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias or ())):
         if outside := [token for token in tokens if not 0 <= token < services.vocab_size]:
-            raise InvalidRequest(f"{name} {outside} are outside the vocabulary [0, {services.vocab_size})")
+            ids = shorten(str(outside))  # up to 300 numbers of up to 4300 digits
+            raise InvalidRequest(f"{name} {ids} are outside the vocabulary [0, {services.vocab_size})")
     if sampling.stop and services.tokenizer is None:
         raise InvalidRequest(f"{services.name} has no tokenizer: use stop_token_ids instead of stop")
     if sampling.structured_outputs is not None and services.tokenizer is None:
@@ -190,9 +192,9 @@ def of_prompt(error: _Error, indices: Sequence[int], count: int) -> _Error:
     """Return ``error`` of prompt ``indices[0]`` of ``count``, with the indices of all failed prompts."""
     if count == 1:
         return error
-    also = f" (so are prompts {', '.join(map(str, indices[1 : FEW + 1]))})" if len(indices) > 1 else ""
-    if len(indices) > FEW + 1:
-        also = f"{also[:-1]} and {len(indices) - FEW - 1} more)"
+    named = ", ".join(map(str, indices[1 : FEW + 1]))
+    more = f" and {len(indices) - FEW - 1} more" if len(indices) > FEW + 1 else ""
+    also = f" (prompts {named}{more} are refused, too)" if named else ""
     message = f"prompt {indices[0]} of {count}, counted from 0: {error.message}{also}"
     return type(error)(message, {**error.detail, "prompts": list(indices[:MOST_COMPLETIONS])})
 

@@ -45,7 +45,7 @@ _Found = TypeVar("_Found")
 
 Id = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9@._~-]+$")]
 """The id of a session or a request."""
-_Size = Annotated[int, Field(ge=1)]
+_Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 PATH = "tinker://"
 """The beginning of an adapter's path."""
 
@@ -60,7 +60,7 @@ class CreateSamplingSession(Frozen):
     """Body of ``POST /api/v1/create_sampling_session``."""
 
     session_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: int = Field(ge=0, le=2**63 - 1)
     base_model: ModelName | None = None
     """A name of the served model."""
     model_path: ModelName | None = None
@@ -169,7 +169,7 @@ class Sample(Frozen):
     """Body of ``POST /api/v1/asample``."""
 
     sampling_session_id: Id
-    seq_id: int = Field(ge=0)
+    seq_id: int = Field(ge=0, le=2**63 - 1)
     """Number of the sample in its session. The same number names the same sample."""
     num_samples: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
     prompt: ModelInput

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from email.message import Message
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import TypeAlias
 
@@ -160,7 +161,8 @@ class _Connection(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse a request in the form of the service's other routes, and end the connection."""
-        self._send(Reply.of_error(MalformedRequest(f"invalid HTTP request: {message or explain}"), code), close=True)
+        why = message or explain or HTTPStatus(code).phrase
+        self._send(Reply.of_error(MalformedRequest(f"invalid HTTP request: {why}"), code), close=True)
         self._discard(Body(self, MAX_DISCARDED_BYTES))
 
     def _send(self, reply: Reply, *, close: bool) -> None:

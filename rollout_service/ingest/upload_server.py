@@ -194,7 +194,7 @@ class UploadServer:
         except ValidationError as error:
             return Reply.of_error(validation_error(route, error.errors()))
         except _NoMethod as error:
-            return Reply.of_error(error, 405)
+            return Reply.of_error(InvalidRequest(error.message), 405)  # clients do not know the class
         except RolloutServiceError as error:
             return Reply.of_error(error)
         except CutOff:

@@ -18,6 +18,7 @@ from rollout_service.errors import (
     NotFound,
     RolloutServiceError,
     Unauthorized,
+    shorten,
 )
 
 _BY_STATUS = {400: MalformedRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 422: InvalidRequest}
@@ -120,7 +121,7 @@ def _problem(location: tuple[int | str, ...], kind: str, message: str) -> tuple[
     if kind in ("model_attributes_type", "missing") and location == ("body",):
         return "the body", "must be a JSON object sent with Content-Type: application/json"
     field = ".".join(str(part)[:_LONGEST_FIELD] for part in location if part != "body") or "the body"
-    return field, _NOT_IMPLEMENTED if kind == "extra_forbidden" else message
+    return field, _NOT_IMPLEMENTED if kind == "extra_forbidden" else shorten(message)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 
 from rollout_service.compat.pydantic_internals import fail_fast_validator
-from rollout_service.errors import BadRequest, ContextTooLong, NotFound, RolloutServiceError
+from rollout_service.errors import BadRequest, ContextTooLong, NotFound, RolloutServiceError, shorten
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.generate import spans
 from rollout_service.gateway.openai.exchange import Exchange, SessionTurn, chunk_of, current
@@ -197,6 +197,7 @@ def _parse(model: type[BaseModel], body: JsonObject, request: Request, services:
     route = f"{request.method} {request.url.path}"
     _refuse_images(route, body)
     _require_bounded(route, body, services)
+    _require_object(route, body, "structured_outputs")
     try:
         body = cast(JsonObject, without_repetition(body))
         given = {name: value for name, value in body.items() if name not in _STOPS}
@@ -228,6 +229,12 @@ def _parse(model: type[BaseModel], body: JsonObject, request: Request, services:
     return parsed
 
 
+def _require_object(route: str, body: JsonObject, name: str) -> None:
+    """Raise BadRequest for another value of a field that vLLM reads before it checks the type."""
+    if not isinstance(body.get(name), dict | None):
+        raise BadRequest(f"{route}: {name} is not an object: send one, or leave it out")
+
+
 def _unknown_names(given: JsonObject, parsed: BaseModel, inside: str = "") -> Iterator[str]:
     """Yield the names of the request, and of option objects in it, that vLLM's classes do not define.
 
@@ -251,7 +258,8 @@ def _without_a_store(body: JsonObject) -> JsonObject:
             "(POST /v1/sessions) keeps its tokens",
             {"not_implemented": asked},
         )
-    taken = {**body, "store": False}
+    # OpenAI's null is the default; vLLM takes it for some fields, and then cannot write its reply
+    taken = {**{name: value for name, value in body.items() if value is not None}, "store": False}
     if isinstance(given := body.get("input"), list):
         taken["input"] = [_reply_as_text(item) for item in given]
     return taken
@@ -426,7 +434,8 @@ def _refuse_of_anthropics(body: JsonObject) -> None:
             {"not_implemented": ["thinking.budget_tokens"]},
         )
     edits = management.get("edits") if isinstance(management, dict) else None
-    if any(not isinstance(edit, dict) or edit.get("keep") != "all" for edit in edits or ()):
+    kept = isinstance(edits, list) and all(isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits)
+    if edits and not kept:
         raise BadRequest(
             "context_management.edits: messages are not edited here: send the conversation that the model is to read",
             {"not_implemented": ["context_management.edits"]},
@@ -472,7 +481,9 @@ def _as_ours(error: Exception) -> Exception:
     from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
     if isinstance(error, VLLMNotFoundError):
-        return NotFound(str(error))
+        return NotFound(shorten(str(error)))
+    if isinstance(error, ValidationError):  # of a list, whose items are validated when they are read
+        return bad_request("a list in the request", error)
     # _parse has refused other invalid values, so the prompt left no room
     if getattr(error, "parameter", None) == "max_tokens":
         return ContextTooLong(
@@ -480,10 +491,11 @@ def _as_ours(error: Exception) -> Exception:
         )
     client_errors = (VLLMClientError, ValueError, TypeError, OverflowError, NotImplementedError, RecursionError)
     of_a_template = any(cls.__name__ == "TemplateError" for cls in type(error).__mro__)
-    return BadRequest(str(error)) if isinstance(error, client_errors) or of_a_template else error
+    return BadRequest(shorten(str(error))) if isinstance(error, client_errors) or of_a_template else error
 
 
 def _refusal(status: int, message: str) -> RolloutServiceError:
+    message = shorten(message)
     if status == 404:
         return NotFound(message)
     if "max_model_len" in message:  # from the Responses API
@@ -546,15 +558,18 @@ async def _stream(lines: AsyncIterator[str], exchange: Exchange) -> Response:
 
 async def _chunks(lines: AsyncIterator[str], exchange: Exchange) -> AsyncIterator[str]:
     """Yield the chunks of a chat, with weight versions in the last chunk of each choice."""
+    versions, of_the_reply = list[list[JsonObject]](), JsonObject()
     async for line in lines:
         chunk = chunk_of(line)
         ended = [choice for choice in chunk.get("choices", ()) if choice.get("finish_reason")]
         if not ended:
             yield line
             continue
+        if not versions:  # once, because all choices end together, and there may be thousands
+            versions, of_the_reply = _versions(exchange), _with_versions({}, exchange)
         for choice in ended:
-            choice["weight_versions"] = _versions(exchange)[choice["index"]]
-        yield f"data: {json.dumps(_with_versions(chunk, exchange))}\n\n"
+            choice["weight_versions"] = versions[choice["index"]]
+        yield f"data: {json.dumps(chunk | of_the_reply)}\n\n"
 
 
 async def _events(events: AsyncIterator[Any], exchange: Exchange) -> AsyncIterator[str]:

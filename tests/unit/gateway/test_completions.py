@@ -95,7 +95,7 @@ class TestRequest:
         prompts = [[5]] * 57 + [bad] + [[6]] * 42 + [bad] + [[7]] * 20
         with pytest.raises(InvalidRequest, match=says) as refused:
             await completions(request(prompt=prompts, stream=stream), services)
-        assert refused.value.detail["prompts"] == [57, 100] and "so are prompts 100" in refused.value.message
+        assert refused.value.detail["prompts"] == [57, 100] and "prompts 100 are refused, too" in refused.value.message
         assert engine.calls == []
 
     async def test_a_text_that_is_too_long_is_named(self, services, engine):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rollout_service.errors import InvalidRequest
+from rollout_service.errors import LONGEST_REASON, InvalidRequest
 from rollout_service.gateway.generate import generate, spans
 from rollout_service.protocol.generate import GenerateRequest
 from rollout_service.protocol.rollout import Completion, Span
@@ -111,6 +111,15 @@ async def test_a_prompts_ids_come_back_if_it_was_text_or_if_asked_for(services):
     assert len(reply["prompt_token_ids"]) == 2 and reply["choices"][0]["text"] == "ba"
     reply = await generate(GenerateRequest(token_ids=(5, 6), return_token_ids=True), services)
     assert reply["prompt_token_ids"] == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("field", "ids"), [("stop_token_ids", [10**4000] * 64), ("logit_bias", {10**4000 + i: 1.0 for i in range(64)})]
+)
+async def test_a_refusal_does_not_repeat_long_numbers(services, field, ids):
+    with pytest.raises(InvalidRequest, match=f"{field} .* are outside the vocabulary") as refused:
+        await generate(GenerateRequest(token_ids=(5,), sampling_params={field: ids}), services)
+    assert len(refused.value.message) < 2 * LONGEST_REASON
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,14 +10,15 @@ import pydantic
 import pytest
 from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 
-from rollout_service.errors import NonFiniteLogprob, Overloaded
+from rollout_service.errors import LONGEST_REASON, NonFiniteLogprob, Overloaded
 from rollout_service.fleet.progress import CompletionDelta
+from rollout_service.gateway.generate import spans as spans_of
 from rollout_service.gateway.openai import routes
 from rollout_service.gateway.openai.routes import MAX_PARTS
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.prompts import BYTES_PER_TOKEN
 from rollout_service.protocol.rollout import Completion, Rollout, Span
-from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, config_of, events_of, ids, spans
+from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, chunks_of, config_of, events_of, ids, spans
 from tests.unit.gateway.fakes import http_to
 
 A_TOOL = {"name": "add", "input_schema": {"type": "object"}}
@@ -110,7 +111,9 @@ class TestRefusals:
             ("chat_template", "{{ 1 }}", "Chat template"),
             ("logprob_token_ids", [1], "logprob_token_ids"),
             ("structured_outputs", {"regex": "a", "whitespace_pattern": "x"}, "structured_outputs.whitespace_pattern"),
+            ("structured_outputs", True, "structured_outputs is not an object"),
             ("messages", [], "conversation"),
+            ("messages", [{"role": "user", "content": ["hi"]}], "a list in the request: 0"),
             ("extra_body", {"top_k": 5}, "extra_body is no field of a request"),
             ("length_penalty", 2.0, "length_penalty is of beam search"),
             ("response_format", {"type": "json_object", "schema": {}}, "response_format.schema: not a field"),
@@ -396,6 +399,7 @@ class TestMessages:
             ("temperature", 0.001, "temperature"),
             ("thinking", {"type": "enabled", "budget_tokens": 1024}, "thinking.budget_tokens"),
             ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}, "context_management"),
+            ("context_management", {"edits": 1}, "context_management"),
             ("min_weight_version", -1, "min_weight_version"),
             ("mcp_servers", [{"name": "x"}], "mcp_servers"),
             ("thinking", {"type": "adaptive", "depth": 3}, "thinking.depth"),
@@ -508,6 +512,32 @@ class TestSize:
         reply = await chat_http.post("/v1/responses", json={"model": "tiny", "input": items})
         assert reply.status_code == 400 and "input[1]: the item has 65 names" in reply.json()["error"]["message"]
 
+    @pytest.mark.parametrize(
+        ("path", "field", "value"),
+        [
+            ("chat/completions", "top_logprobs", [1] * 9999),
+            ("chat/completions", "tool_choice", [1] * 9999),
+            ("messages", "thinking", {"type": [1] * 9999}),
+        ],
+    )
+    async def test_a_refusal_does_not_repeat_a_long_value(self, chat_http, path, field, value):
+        reply = await chat_http.post(f"/v1/{path}", json=asked_of(path, **{field: value}))
+        assert reply.status_code == 400 and len(reply.text) < 3 * LONGEST_REASON, reply.text
+
+    async def test_a_stream_of_many_choices_reads_each_choices_spans_a_few_times(self, chat_http, monkeypatch):
+        """Their number grows with the choices, not with its square: thousands would block the gateway for minutes."""
+        read = list[int]()
+        monkeypatch.setattr(routes, "spans", lambda completion: read.append(completion.index) or spans_of(completion))
+        body = asked_of("chat/completions", n=20, stream=True)
+        ends = [
+            choice
+            for chunk in chunks_of((await chat_http.post("/v1/chat/completions", json=body)).text)
+            for choice in chunk["choices"]
+            if choice["finish_reason"]
+        ]
+        assert [choice["index"] for choice in ends] == list(range(20)) and len(read) <= 3 * 20
+        assert all(spans(choice["weight_versions"]) == [("3", 0, 1), ("4", 1, 6)] for choice in ends)
+
     async def test_more_ids_than_a_context_are_not_decoded(self, chat_http):
         reply = await chat_http.post("/detokenize", json={"tokens": [5] * 513})
         assert reply.status_code == 400 and "513 ids" in reply.json()["error"]["message"]
@@ -614,6 +644,12 @@ class TestOtherSurfaces:
         assert reply.output_text == "hello" and scripted.calls[0].prompt_token_ids == ids(PROMPT)
         with pytest.raises(openai.BadRequestError, match="not kept here"):
             await sdk.responses.create(model="tiny", input="hi", previous_response_id="x")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_null_is_the_default_of_a_response(self, chat_http, stream):
+        body = asked_of("responses", stream=stream, truncation=None, background=None)
+        reply = await chat_http.post("/v1/responses", json=body)
+        assert reply.status_code == 200 and "hello" in reply.text, reply.text
 
     async def test_an_unknown_option_of_responses_is_refused(self, chat_http, scripted):
         body = asked_of("responses", reasoning={"effort": "low"}, text={"verbosity": "low"})

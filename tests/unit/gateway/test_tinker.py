@@ -142,6 +142,12 @@ async def test_errors_of_a_sample_are_its_result(post, fields, why):
     assert why in reply["error"] and reply["category"] == "user"
 
 
+async def test_a_shape_beyond_any_number_is_refused(post):
+    targets = {"data": [1], "dtype": "int64", "shape": [10**4000] * 2}  # Python cannot write its number of cells
+    told = await post("asample", **SAMPLE, target_prompt_logprobs=targets)
+    assert told.status_code == 422 and "target_prompt_logprobs.shape.0" in told.json()["error"]["message"], told.text
+
+
 async def test_several_gateways_refuse_sessions(post, services):
     reply = await post("create_session", replace(services, samples=None))
     assert reply.status_code == 422 and "scaling.gateways" in reply.text
