@@ -25,23 +25,39 @@ Root = Annotated[
 @command(app)
 def ls(path: Root) -> None:
     """List the versions in PATH, committed and staged; the newest is marked with a star."""
+    from rollout_service.errors import RolloutServiceError
     from rollout_service.store.upload_record import read_received, read_record
 
-    log = _open_log(path)
+    log, unread = _open_log(path), 0
     head = log.head()
     for version in log.versions():
-        manifest = log.manifest(version)
+        try:
+            manifest = log.manifest(version)
+        except (RolloutServiceError, OSError) as error:
+            if not _is_dropped(log, version):
+                unread += 1
+                complain(error)
+            continue
         newest = "*" if head is not None and head.version == version else " "
         typer.echo(
             f"{newest} {version:>10}  committed  {manifest.digest}  {manifest.total_bytes / 1e6:>10.1f} MB  "
             f"{len(manifest.tensors)} tensors{_label_column(manifest)}"
         )
     for parts in sorted(log.root.glob("staging/*.parts")):
-        record = read_record(parts)
-        if record is not None:
+        try:
+            record = read_record(parts)
             present = len(read_received(parts))
+        except FileNotFoundError:  # the upload has just ended
+            continue
+        except (RolloutServiceError, OSError) as error:
+            unread += 1
+            complain(error)
+            continue
+        if record is not None:
             label = "" if record.begin.label is None else f"  {record.begin.label}"
             typer.echo(f"  {record.begin.version:>10}  staged     {present} of {record.num_parts} parts{label}")
+    if unread:
+        fail(f"{unread} versions in {path} cannot be read")
 
 
 @command(app)
@@ -71,6 +87,9 @@ def verify(
                 task = progress.add_task(f"version {number}", total=manifest.total_bytes)
                 log.verify(manifest, partial(progress.advance, task))
             except (RolloutServiceError, OSError) as error:
+                if _is_dropped(log, number):
+                    complain(f"version {number} is not needed any more, and was removed before it was verified")
+                    continue
                 damaged += 1
                 complain(error)
             else:
@@ -106,6 +125,12 @@ def rollback(
 def _label_column(version: "Manifest | WeightStatus") -> str:
     label = "" if version.label is None else f"  {version.label}"
     return label if version.rollback_of is None else f"{label}  rollback of {version.rollback_of}"
+
+
+def _is_dropped(log: "WeightLog", version: int) -> bool:
+    """Return True if the ingest has removed a version since it was listed; it never removes the newest."""
+    head = log.head()
+    return head is not None and version < head.version and version not in log.versions()
 
 
 def _open_log(path: Path) -> "WeightLog":

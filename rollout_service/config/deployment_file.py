@@ -5,6 +5,8 @@ from typing import Any
 
 import yaml
 
+from rollout_service.config.service import ServiceConfig
+
 BUILDER = "rollout_service.app:build"
 """``import_path`` of this service's application in a Serve config."""
 SHIPPED = Path(__file__).parents[1] / "deployments"
@@ -22,10 +24,25 @@ Sections = dict[str, dict[str, Any]]
 """Section of ``ServiceConfig`` → field → value."""
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which PyYAML silently drops the first."""
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        marks: dict[str, Any] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in marks:
+                    problem = f"the key {key.value!r} is there twice: leave one out"
+                    raise yaml.MarkedYAMLError("the first is here", marks[key.value], problem, key.start_mark)
+                marks[key.value] = key.start_mark
+        return node
+
+
 def read_document(path: Path) -> Document:
     """Read a Serve config with one application of this service. Raises ValueError with the file's error."""
     try:
-        document = yaml.safe_load(path.read_text())
+        document = yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -38,6 +55,8 @@ def read_document(path: Path) -> Document:
     ours = _ours(applications)
     if len(ours) != 1:
         raise ValueError(f"{path} has {len(ours)} applications with `import_path: {BUILDER}`; it must have one")
+    if misplaced := sorted(ServiceConfig.model_fields.keys() & (document.keys() | ours[0].keys())):
+        raise ValueError(f"{path}: {misplaced[0]} is beside `args` or above it, where Serve ignores it: indent it")
     if not isinstance(ours[0].get("args", {}), dict):
         raise ValueError(f"{path}: `args` of the application must be a mapping of sections, not {ours[0]['args']!r}")
     _require_http_options(path, document.get("http_options"))

@@ -24,6 +24,8 @@ _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _INGEST_SHARE = 0.1
 """The ingest's share of a GPU that it shares with an engine. Ray only counts it; the ingest uses little."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+_STORE_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 _HOST_AND_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?))(?::(\d{1,5}))?")
 
 
@@ -42,22 +44,45 @@ def _require_custom(setting: str, resources: Resources, own: dict[str, str]) -> 
 
 
 def _require_no_tilde(path: Path) -> Path:
-    # it would name a folder "~" in the current one
+    # it would name a folder "~", or "s3:", in the current one
     if str(path).startswith("~"):
         raise ValueError(f"{str(path)!r} begins with ~, which is not expanded here: write the whole path")
+    if _URL.match(str(path)):
+        raise ValueError(f"{str(path)!r} is a URL, and none is read here: write a path on this machine")
     return path
 
 
 def _require_written_out(path: Path) -> Path:
-    if str(path).startswith("$"):
-        raise ValueError(f"{str(path)!r} begins with a variable, and none is expanded here: write the whole path")
+    if "$" in str(path):
+        begins = "begins with" if str(path).startswith("$") else "has"
+        raise ValueError(f"{str(path)!r} {begins} a variable, and none is expanded here: write the whole path")
     return _require_no_tilde(path)
+
+
+def _require_url(url: str) -> str:
+    if _STORE_URL.fullmatch(url) is None:
+        raise ValueError(f"{url!r} is no URL: write one such as s3://bucket/run; folders are in weights.source_roots")
+    return url
+
+
+def _require_store(store: str) -> str:
+    if _STORE_URL.fullmatch(store) is None:
+        _require_written_out(Path(store))
+    return store
+
+
+def _absolute_store(store: str | None) -> str | None:
+    if store is None or _STORE_URL.fullmatch(store):
+        return store and store.rstrip("/")
+    return str(Path(store).absolute())
 
 
 ExpandedPath = Annotated[Path, AfterValidator(_require_no_tilde)]
 """A path in which environment variables are expanded on each node."""
 WholePath = Annotated[Path, AfterValidator(_require_written_out)]
 """A path in which nothing is expanded."""
+Store = Annotated[str, Field(min_length=1), AfterValidator(_require_store)]
+"""A folder or a URL with published versions."""
 
 
 def host_and_port(address: str) -> tuple[str, int | None]:
@@ -131,6 +156,8 @@ class ModelConfig(Config):
                 "hub, such as Qwen/Qwen3-8B: leave it out"
             )
         _require_ascii(self.path)
+        if self.create is not None:
+            _require_no_tilde(self.path)
         if self.served_name is None and "$" in self.path.name:
             raise ValueError(f"model.path={self.path} expands differently on each node: set model.served_name")
         return self
@@ -286,8 +313,8 @@ class WeightsConfig(Config):
 
     ingest_num_gpus: float | None = Field(default=None, ge=0)
     """GPUs, or a share of one, that Ray reserves for the ingest's quantization; 0: it uses the CPU. For an
-    engine on the same GPU, ``scaling.num_gpus`` must leave that share free. None: 0.1 if a replica has one GPU and
-    ``scaling.num_gpus`` is also None; else 0."""
+    engine on the same GPU, ``scaling.num_gpus`` must leave that share free. None: 0.1 if a replica has one GPU,
+    ``scaling.num_gpus`` is also None and ``quant.weights`` is not ``none``; else 0."""
 
     ingest_resources: Resources = Field(default_factory=dict)
     """Ray resources of the ingest: ``{"node:__internal_head__": 0.001}`` keeps it on the head node. The ingest must
@@ -296,17 +323,18 @@ class WeightsConfig(Config):
     source_roots: tuple[WholePath, ...] = ()
     """Folders that may contain a ``source: {path}``; empty: only uploads are accepted."""
 
-    source_urls: tuple[str, ...] = ()
+    source_urls: tuple[Annotated[str, AfterValidator(_require_url)], ...] = ()
     """URLs below which ``/pull_weights`` may read versions, such as ``s3://bucket/run``. fsspec reads them: ``s3://``
     needs the package s3fs, ``gs://`` gcsfs, and credentials in the environment."""
 
-    watch: str | None = None
+    watch: Store | None = None
     """Folder or URL whose newest version the service pulls and serves by itself, looking every ``poll_s``. It must be
     below ``source_roots`` or ``source_urls``, and its versions need an index. None: trainers announce them."""
 
-    publish: str | None = None
-    """Folder or URL, for this service alone, into which the ingest writes each committed version. Services on other
-    clusters follow it by ``watch``, and their versions have the same digests. It must begin empty. None: nowhere."""
+    publish: Store | None = None
+    """Folder or URL, for this service alone, into which the ingest writes the newest version after commits. Versions
+    that are replaced meanwhile are skipped. Services on other clusters follow it by ``watch``, and their versions have
+    the same digests. It must begin empty. None: nowhere."""
 
     trainer_root: WholePath | None = None
     """Folder, on the ingest's node, of the weights that delta folders change, in the trainer's dtype. They are there
@@ -391,7 +419,7 @@ class WeightsConfig(Config):
                 f"weights.kv_max_age is {self.kv_max_age}, but weights.kv_cache_on_update is drop, which keeps no "
                 "older keys and values: set it to keep, or leave kv_max_age out"
             )
-        if self.publish is not None and self.publish == self.watch:
+        if self.publish is not None and _absolute_store(self.publish) == _absolute_store(self.watch):
             raise ValueError(f"weights.publish and weights.watch are both {self.publish}: publish into another store")
         if self.dead_after_s <= 2 * self.poll_s:
             raise ValueError(
@@ -589,6 +617,8 @@ class ServiceConfig(Config):
                         "upload_ssl_certfile": certfile and certfile.absolute(),
                         "upload_ssl_keyfile": keyfile and keyfile.absolute(),
                         "source_roots": tuple(p.resolve() for p in self.weights.source_roots),
+                        "watch": _absolute_store(self.weights.watch),
+                        "publish": _absolute_store(self.weights.publish),
                     }
                 ),
                 "auth": self.auth.model_copy(

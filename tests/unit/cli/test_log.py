@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from rollout_service.cli.main import app
 from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import Manifest
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
 
@@ -53,6 +54,30 @@ def test_verify_fails_if_the_newest_version_is_gone(log):
     result = run("verify", log.root)
     assert result.exit_code == 1 and "version 3 is not in the log" in result.stderr
     assert "1 of 4 versions" in result.stderr and run("verify", log.root, "--version", 2).exit_code == 0
+
+
+def test_ls_lists_what_can_be_read_beside_what_cannot(log):
+    (log.folder(1) / "manifest.json").write_text("")
+    (log.root / "staging" / "4.parts").mkdir(parents=True)
+    (log.root / "staging" / "4.parts" / "upload.json").write_text("{}")
+    result = run("ls", log.root)
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["0", "2", "*"]
+    assert result.exit_code == 1 and "2 versions in" in result.stderr
+    assert "1/manifest.json: Input data was truncated" in result.stderr and "4.parts/upload.json" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_version_that_the_ingest_removes_meanwhile_is_not_damaged(log, monkeypatch, command):
+    read = WeightLog.manifest
+
+    def late(self: WeightLog, version: int, digest: str | None = None) -> Manifest:
+        if version == 0:
+            self.drop(0)
+        return read(self, version, digest)
+
+    monkeypatch.setattr(WeightLog, "manifest", late)
+    result = run(command, log.root)
+    assert result.exit_code == 0 and len(result.stdout.splitlines()) == 3
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])

@@ -179,6 +179,9 @@ class TestConfig:
             ("applications: []", "0 applications with `import_path: rollout_service.app:build`"),
             ("applications: [{import_path: other:build}]", "0 applications"),
             ("applications: [{import_path: 'rollout_service.app:build', args: [1]}]", "must be a mapping"),
+            (f"{APPLICATION}http_options: {{port: 1, host: a, port: 2}}", "the key 'port' is there twice"),
+            (f"{APPLICATION}weights: {{keep_versions: 3}}", "weights is beside `args` or above it"),
+            ("applications: [{import_path: 'rollout_service.app:build', quant: {}}]", "quant is beside `args`"),
             (f"{APPLICATION}http_options: [1]", "http_options must be a mapping"),
             (f"{APPLICATION}http_options: {{port: many}}", "http_options.port is many"),
             (f"{APPLICATION}http_options: {{port: 70000}}", "http_options.port is 70000"),
@@ -196,6 +199,13 @@ class TestConfig:
         path = tmp_path / "service.yaml"
         path.write_text("applications: [another, {import_path: 'rollout_service.app:build'}]")
         assert run("config", path).exit_code == 0
+
+    def test_config_takes_a_key_that_replaces_one_of_an_anchor(self, tmp_path):
+        path = tmp_path / "service.yaml"
+        weights = "{<<: &more {keep_versions: 3, poll_s: 1}, keep_versions: 4}"
+        path.write_text(f"applications: [{{import_path: 'rollout_service.app:build', args: {{weights: {weights}}}}}]")
+        result = run("config", path)
+        assert result.exit_code == 0 and "keep_versions: 4" in result.stdout and "poll_s: 1" in result.stdout
 
     def test_a_current_folder_that_was_removed_is_told(self, tmp_path, monkeypatch, serve_config):
         path, gone = serve_config({}), tmp_path / "gone"

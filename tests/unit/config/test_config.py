@@ -77,11 +77,12 @@ class TestSections:
     def test_a_value_out_of_range_is_refused_by_field(self, args, where):
         assert where in message_of(args)
 
-    @pytest.mark.parametrize("path", ["~/x", "~other/x", "$SCRATCH/x"])
+    @pytest.mark.parametrize("path", ["~/x", "~other/x", "$SCRATCH/x", "/disks/$USER/x"])
     @pytest.mark.parametrize(
         ("section", "field"),
         [
             *(("weights", field) for field in ("root", "disk_root", "trainer_root", "source_roots")),
+            *(("weights", field) for field in ("watch", "publish")),
             *(("weights", f"upload_ssl_{file}") for file in ("certfile", "keyfile")),
             ("auth", "token_file"),
             ("chat", "chat_template"),
@@ -89,11 +90,33 @@ class TestSections:
     )
     def test_a_path_is_refused_where_it_would_not_be_expanded(self, section, field, path):
         args = {section: {field: [path] if field == "source_roots" else path}}
-        if path.startswith("$") and field in ("root", "disk_root"):
+        if "$" in path and field in ("root", "disk_root"):
             assert str(getattr(getattr(ServiceConfig.model_validate(args), section), field)) == path
         else:
             message = message_of(args)
-            assert f"{section}.{field}" in message and f"{path!r} begins with" in message
+            begins = "has" if path.startswith("/") else "begins with"
+            assert f"{section}.{field}" in message and f"{path!r} {begins}" in message
+
+    @pytest.mark.parametrize(
+        ("section", "field", "value"),
+        [
+            *(("weights", field, "s3://bucket/run") for field in ("root", "disk_root", "trainer_root")),
+            ("weights", "source_roots", ["file:///run"]),
+        ],
+    )
+    def test_a_url_names_no_folder(self, section, field, value):
+        message = message_of({section: {field: value}})
+        assert f"{section}.{field}" in message and "is a URL" in message
+
+    def test_no_model_is_created_in_a_folder_named_tilde(self):
+        assert "'~/tiny' begins with ~" in message_of({"model": {"path": "~/tiny", "create": "tiny-qwen3"}})
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [("source_urls", ["/data/run"]), ("source_urls", ["S3://bucket"]), ("watch", ""), ("publish", "S3://bucket")],
+    )
+    def test_what_no_version_could_be_read_from_is_no_store(self, field, value):
+        assert f"weights.{field}" in message_of({"weights": {field: value}})
 
 
 class TestFieldsThatGoTogether:
@@ -122,6 +145,8 @@ class TestFieldsThatGoTogether:
         ("args", "named"),
         [
             ({"scaling": {"min_replicas": 4, "max_replicas": 2}}, ["max_replicas=2", "min_replicas=4"]),
+            ({"weights": {"publish": "/a/b/", "watch": "/a/b"}}, ["weights.publish and weights.watch are both /a/b"]),
+            ({"weights": {"publish": "s3://a", "watch": "s3://a/"}}, ["weights.publish and weights.watch are both"]),
             ({"weights": {"poll_s": 10, "dead_after_s": 20}}, ["dead_after_s=20", "poll_s=10"]),
             (
                 {"engine": {"pipeline_parallel_size": 2}},
@@ -359,6 +384,8 @@ class TestResolved:
             "weights": {
                 "root": "log",
                 "source_roots": ["checkpoints", "../shared"],
+                "watch": "checkpoints/run",
+                "publish": "s3://bucket/run",
                 "upload_ssl_certfile": "tls.crt",
                 "upload_ssl_keyfile": "tls.key",
             },
@@ -368,6 +395,8 @@ class TestResolved:
         assert resolved.model.path == tmp_path / "models/m"
         assert resolved.weights.root == tmp_path / "log"
         assert resolved.weights.source_roots == (tmp_path / "checkpoints", tmp_path.parent / "shared")
+        assert resolved.weights.watch == str(tmp_path / "checkpoints/run")
+        assert resolved.weights.publish == "s3://bucket/run"
         assert resolved.weights.upload_certificate == (tmp_path / "tls.crt", tmp_path / "tls.key")
         assert resolved.auth.token_file == tmp_path / "token"
         assert all(path.is_absolute() for path in paths_in(resolved))
