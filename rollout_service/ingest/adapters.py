@@ -38,7 +38,7 @@ from rollout_service.protocol.adapters import (
     BeginAdapter,
     CommitAdapter,
 )
-from rollout_service.protocol.base import NEXT
+from rollout_service.protocol.base import MAX_VERSION, NEXT
 from rollout_service.protocol.weight_log import Head
 from rollout_service.runtime.tasks import ClosableLock, ShieldedTasks
 from rollout_service.store.adapters import ADAPTER_FILES, AdapterStore, adapter_digest, digest_of, tensors_digest
@@ -96,16 +96,20 @@ class AdapterIngest:
     def open(self, head: Head) -> None:
         """Read the committed versions. Raises LogCorrupt, OSError.
 
-        Versions for other weights than ``head`` are dropped, as all are if ``engine.adapters.max_live`` is 0.
+        Versions for other weights than ``head`` are dropped, and the oldest for which ``engine.adapters.max_live`` has
+        no room any more.
         """
         self._store.clear_staging()
-        found = self._store.read()
-        self.live = tuple(a for a in found if self._limits.max_live and a.base_digest == head.digest)
+        found, room = self._store.read(), self._limits.max_live
+        kept = self._kept(tuple(adapter for adapter in found if adapter.base_digest == head.digest))
+        self.live = kept[len(kept) - min(len(kept), room) :]
         if self.live != found:
-            lost = ", ".join(map(str, set(found).difference(self.live)))
+            lost = ", ".join(str(adapter) for adapter in found if adapter not in self.live)
             logger.warning(
-                "adapters %s are dropped: their base is not version %d (%s)", lost, head.version, head.digest
-            )
+                "adapters %s are dropped: their base is not version %d (%s), or engine.adapters.max_live=%d has no "
+                "room for them",
+                lost, head.version, head.digest, room,
+            )  # fmt: skip
             self._store.set(self.live)
 
     def newest(self, name: str) -> AdapterVersion | None:
@@ -304,6 +308,12 @@ class AdapterIngest:
         newest = self.newest(name)
         last = 0 if newest is None else newest.version
         number = last + 1 if options.version == NEXT else int(options.version)
+        if number > MAX_VERSION:
+            raise VersionConflict(
+                f"adapter {name} has version {last}, the last that there can be: DELETE /v1/adapters/{name}, which "
+                "begins anew",
+                {"newest": last, "version": number},
+            )
         if number <= last:
             raise VersionConflict(
                 f"adapter {name} has version {last}: push a newer one than that, and not {number}",

@@ -92,10 +92,13 @@ class Publisher(RepeatedTask):
             newest = next(published_numbers(files, path), 0)
         except FileNotFoundError:  # object stores have no empty folders
             return False
-        if newest < version.version:
+        if not newest:
             return False
         index = json.loads(files.cat_file(f"{path}/{folder_name(str(newest))}/{INDEX_FILE}"))
-        if (newest, index["metadata"].get("manifest_digest")) == (version.version, version.digest):
+        digest = index.get("metadata", {}).get("manifest_digest")
+        if digest is not None and newest < version.version:
+            return False
+        if (newest, digest) == (version.version, version.digest):
             return True
         raise VersionConflict(
             f"{self._store} has version {newest}, and the log version {version.version} with the digest "

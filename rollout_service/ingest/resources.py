@@ -21,7 +21,7 @@ from rollout_service.store.writer import LogMemory
 if TYPE_CHECKING:
     from rollout_service.ingest.batch_plan import BatchPlans
 
-_KEPT_FILE = "kept"
+KEPT_FILE = "kept"
 """File beside the folders of staged versions: see ``StagingSpace``."""
 
 
@@ -61,7 +61,7 @@ class Resources:
         """
         self.memory = LogMemory.of(self._log.root, self.registered)
         if self.memory is not None:
-            kept = uploads_folder(self._log.root) / _KEPT_FILE
+            kept = uploads_folder(self._log.root) / KEPT_FILE
             self.space = StagingSpace(kept, pin if self.converter.uses_gpu else None)
 
     def prepare_memory(self, is_stopped: Callable[[], bool]) -> None:

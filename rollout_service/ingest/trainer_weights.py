@@ -24,7 +24,14 @@ from typing import NamedTuple
 import xxhash
 from pydantic import ValidationError
 
-from rollout_service.errors import InvalidDelta, InvalidManifest, NotFound, NotReady, RolloutServiceError
+from rollout_service.errors import (
+    InvalidDelta,
+    InvalidManifest,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    RolloutServiceError,
+)
 from rollout_service.ingest.sources.delta_folder import (
     DeltaFolder,
     Fill,
@@ -348,9 +355,10 @@ class TrainerWeights:
 
     def _load(self) -> None:
         """Read what an earlier process has kept, and finish what it had begun. Raises NotReady for an error of
-        ``PASSING``."""
+        ``PASSING``, and InvalidRequest for a folder with files of others."""
         if self._loaded:
             return
+        self._require_own_folder()
         self._loaded = True
         try:
             self._state = _State.model_validate_json((self._root / "STATE").read_bytes())
@@ -372,6 +380,22 @@ class TrainerWeights:
             logger.warning("the weights in %s are lost, and the next delta needs a whole folder: %s", self._root, error)
             self._forget()
 
+    def _require_own_folder(self) -> None:
+        """Raise InvalidRequest if ``_remove_others`` would remove files that this class has not made, or NotReady."""
+        try:
+            is_begun = (self._root / "STATE").exists()
+            others = [] if is_begun else [path for path in self._generations() if not _is_own(path)]
+        except OSError as error:
+            raise NotReady(f"the weights in {self._root} cannot be read: {error}; send the call again") from error
+        if others:
+            raise InvalidRequest(
+                f"weights.trainer_root={self._root} holds {others[0].name}, which the service has not made: set it to "
+                "a folder of its own, or leave it out"
+            )
+
+    def _generations(self) -> list[Path]:
+        return sorted(self._root.glob("[0-9]*"))
+
     def _forget(self) -> None:
         self._state = None
         (self._root / "STATE").unlink(missing_ok=True)
@@ -382,9 +406,17 @@ class TrainerWeights:
         for name in ("PENDING", "spare"):
             (self._root / name).unlink(missing_ok=True)
         remove_tree(self._root / "changes")
-        for path in self._root.glob("[0-9]*"):
+        for path in self._generations():
             if self._state is None or path != self._kept:
                 remove_tree(path)
+
+
+def _is_own(path: Path) -> bool:
+    """Return True for what may be a generation: a checkpoint, or a version in a log, has further files."""
+    names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
+    return path.name.isdecimal() and all(
+        name.endswith((".safetensors", ".tmp")) or name == CONFIG_FILE for name in names
+    )
 
 
 def _unfinished(target: Path) -> Path:

@@ -19,7 +19,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.ingest.own_log import VersionNumbers, require_same_upload
-from rollout_service.ingest.resources import Resources
+from rollout_service.ingest.resources import KEPT_FILE, Resources
 from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_delta
 from rollout_service.ingest.sources.folder import allowed_path
@@ -158,6 +158,7 @@ class Uploads:
             folder = await asyncio.to_thread(allowed_path, begin.source.path, self._config.source_roots)
             begin = begin.model_copy(update={"source": PathSource(path=folder)})
         if isinstance(begin.source, SharedMemorySource):
+            await self._release_memory()  # of earlier pushes: only a few memories are mapped at once
             # before anything is dropped, so that a refused call has no effect
             await asyncio.to_thread(self._trainer_memory.open, begin.source)
         known = await self.committed(begin.version)
@@ -355,7 +356,8 @@ class Uploads:
     async def recover(self) -> None:
         """Resume what an earlier ingest had staged; remove what can no longer be committed."""
         staging = uploads_folder(self._log.root)
-        folders = sorted(staging.iterdir()) if staging.is_dir() else []
+        there = sorted(staging.iterdir()) if staging.is_dir() else []
+        folders = [path for path in there if path.name[0].isdecimal() or path.name == KEPT_FILE]  # not those of others
         for parts in (path for path in folders if path.name.endswith(".parts")):
             await self._recover(parts)
         # layouts are rebuilt from the parts; all other files are left over
@@ -384,9 +386,7 @@ class Uploads:
 
     async def expire(self) -> None:
         """Drop uploads without activity for too long, and release the memory of trainers that have ended."""
-        sources = [staged.begin.source for staged in self._staged.values()]
-        used = {source.memory for source in sources if isinstance(source, SharedMemorySource)}
-        await asyncio.to_thread(self._trainer_memory.prune, used)
+        await self._release_memory()
         for version, staged in list(self._staged.items()):
             now = time.monotonic()
             # The age of recovered parts comes from file times, and the wall clock may have been set since. Their sender
@@ -400,6 +400,12 @@ class Uploads:
                     f"(weights.staged_ttl_s={self._config.staged_ttl_s:g}); it lacked {len(staged.parts.missing)} of "
                     f"{staged.record.num_parts} parts",
                 )
+
+    async def _release_memory(self) -> None:
+        """Release the memory that trainers have given up, unless a staged version needs it."""
+        sources = [staged.begin.source for staged in self._staged.values()]
+        used = {source.memory for source in sources if isinstance(source, SharedMemorySource)}
+        await asyncio.to_thread(self._trainer_memory.prune, used)
 
     async def close(self) -> None:
         """Stop converting and close every file; staged versions stay on disk for the next ingest."""

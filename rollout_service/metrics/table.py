@@ -103,7 +103,7 @@ UPDATES = _process(
 )
 UPDATE_SECONDS = _process(
     "update_seconds",
-    "A replica's time for a version: reading (while it serves), closed (pause to resume), load (the part in vLLM).",
+    "A replica's time for a version: stage (while it serves), closed (pause to resume), load (the part in vLLM).",
     ("stage",),
     buckets=_UPDATE_S,
 )

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Collection, Iterable, Mapping
@@ -35,6 +36,8 @@ from rollout_service.store.durable_io import (
 logger = logging.getLogger(__name__)
 
 ADAPTER_FILES = (CONFIG_FILE, TENSORS_FILE)
+_FOLDER = re.compile(r"\d+-(\w+)")
+"""Name of a version's folder: its number and its digest."""
 
 
 class _Index(Frozen):
@@ -103,7 +106,8 @@ class AdapterStore:
         kept = {self.folder(adapter) for adapter in needed}
         try:
             for folder in self._folder.glob("*/*"):
-                if folder not in kept and folder.name.partition("-")[2] not in held and is_unlocked(folder):
+                of_version = _FOLDER.fullmatch(folder.name)  # a trainer may save others below weights.root
+                if of_version and folder not in kept and of_version[1] not in held and is_unlocked(folder):
                     remove_tree(folder)
             for named in self._folder.glob("*"):
                 if not any(named.iterdir()):

@@ -87,7 +87,11 @@ _Found = TypeVar("_Found")
 def log_at(folder: Path) -> Path:
     """Return the log in memory that a ``weights.disk_root`` names, or the folder itself. Raises OSError."""
     marker = folder / IN_MEMORY
-    return Path(marker.read_text(encoding="utf-8").strip()) if marker.is_file() else folder
+    if not marker.is_file():
+        return folder
+    in_memory = Path(marker.read_text(encoding="utf-8", errors="replace").strip())
+    # a restart of the host empties the memory, and the next log may lie on the disk
+    return folder if (folder / "LATEST").is_file() and not (in_memory / "LATEST").is_file() else in_memory
 
 
 class WeightLog:
@@ -101,8 +105,8 @@ class WeightLog:
     def head(self) -> Head | None:
         """Return the newest committed version, or None for an empty log. Raises LogCorrupt."""
         head = self._read("LATEST", Head)
-        # the first commit is version 0: its folder alone may be left over from a crash
-        if head is None and any(version > 0 for version in self._folders()):
+        # the first commit is version 0: its folder alone, with a manifest, may be left over from a crash
+        if head is None and any(v > 0 or not (self.folder(v) / MANIFEST_FILE).is_file() for v in self._folders()):
             raise LogCorrupt(
                 f"{self.root} holds the versions {self._folders()} but no LATEST: put it back, or name another "
                 "weights.root"

@@ -18,7 +18,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import LogPlace
 from rollout_service.runtime.memory import memory
 from rollout_service.store.durable_io import WriterLock, make_private, remove_tree, replace_synced, require_own
-from rollout_service.store.log import IN_MEMORY
+from rollout_service.store.log import IN_MEMORY, log_at
 
 SHARED_MEMORY = Path("/dev/shm")
 _FIRST_USER = 1000
@@ -77,6 +77,7 @@ def claim_log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) 
             with WriterLock(place.root).acquire(0):
                 remove_tree(place.root)
         marker.parent.mkdir(parents=True, exist_ok=True)
+    if not marker.exists() or log_at(marker.parent) != place.root:  # ``disk_root`` may have been moved, or copied
         replace_synced(marker, f"{place.root}\n")  # a full disk must not leave an empty one
     make_private(place.root)
     return place

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import math
 import os
 import shutil
 import threading
@@ -14,10 +15,14 @@ import httpx
 import pytest
 import torch
 import xxhash
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from pydantic import ValidationError
 from safetensors.torch import load_file, save
+from transformers import AutoModelForCausalLM
 
-from rollout_service.client import RolloutClient
+from rollout_service.client import RolloutClient, _adapters
 from rollout_service.client._adapters import _write_here
+from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
     Forbidden,
     InsufficientStorage,
@@ -36,6 +41,7 @@ from rollout_service.protocol.adapters import (
     BeginAdapter,
     CommitAdapter,
 )
+from rollout_service.protocol.base import MAX_VERSION
 from rollout_service.store import adapters as adapter_store
 from rollout_service.store.adapters import AdapterStore
 from tests.support.adapters import CONFIG, RANK, adapter_tensors, save_adapter
@@ -89,6 +95,42 @@ async def test_tensors_of_every_dtype_and_layout_arrive_as_they_are(service, cli
     torch.testing.assert_close(stored, tensors, rtol=0, atol=0)  # dtypes, too
 
 
+async def test_the_active_adapter_of_a_peft_model_is_pushed(service, client, model):
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(r=2, target_modules=["q_proj"]))
+    peft.add_adapter("policy", LoraConfig(r=RANK, target_modules=["q_proj"]))
+    for active, rank in ("default", 2), ("policy", RANK):
+        peft.set_adapter(active)
+        pushed = await client.push_adapter("run-a", peft, wait="none")
+        stored = load_file(AdapterStore(service.log.root).folder(pushed) / TENSORS_FILE)
+        expected = get_peft_model_state_dict(peft, adapter_name=active)
+        assert pushed.rank == rank
+        torch.testing.assert_close(stored, expected, rtol=0, atol=0)
+
+
+async def test_equal_pushes_at_once_are_one_version(client, model, monkeypatch):
+    begun, committed = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def write_later(*_: object) -> bool:
+        loop.call_soon_threadsafe(begun.set)
+        return not committed.wait(60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_adapters, "_write_here", write_later)
+        second = asyncio.create_task(push(client, model))
+        await begun.wait()
+    first = await push(client, model)
+    committed.set()
+    assert await second == first
+
+
+async def test_what_no_commit_takes_is_refused_before_anything_is_sent(service, client, model):
+    for wrong in {"timeout_s": math.inf}, {"timeout_s": 0.0}, {"label": "no label"}, {"version": -1}:
+        with pytest.raises(ValidationError):
+            await client.push_adapter("run-a", adapter_tensors(model, 1), config=CONFIG, **wrong)
+    assert not (service.log.root / "adapters.staging").exists()
+
+
 async def test_a_restarted_ingest_has_the_committed_adapters(model, tmp_path):
     config = config_of(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path]})
     folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))
@@ -96,6 +138,42 @@ async def test_a_restarted_ingest_has_the_committed_adapters(model, tmp_path):
         pushed = await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
     async with started(config) as again:
         assert await again.adapters() == [pushed]
+
+
+@pytest.mark.parametrize(
+    ("max_live", "left"),
+    [(4, ["run-a@1", "run-b@1", "run-b@2"]), (3, ["run-a@1", "run-b@2"]), (1, ["run-b@2"]), (0, [])],
+)
+async def test_a_restart_with_less_room_keeps_the_newest_adapters(model, tmp_path, max_live, left):
+    def config(max_live: int) -> ServiceConfig:
+        engine = {"adapters": {"max_live": max_live, "max_rank": 8}}
+        return config_of(model, tmp_path / "log", engine=engine, weights={"source_roots": [tmp_path]})
+
+    async with started(config(4)) as ingest:
+        for seed, name in enumerate(("run-a", "run-b", "run-b")):
+            folder = save_adapter(tmp_path / str(seed), adapter_tensors(model, seed))
+            await ingest.commit_adapter(name, CommitAdapter(path=str(folder)))
+    async with started(config(max_live)) as again:
+        assert [str(adapter) for adapter in again.adapter_versions] == left
+
+
+async def test_what_others_have_beside_the_log_is_not_removed(model, tmp_path):
+    config = config_of(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path]})
+    mine = save_adapter(tmp_path / "log" / "adapters" / "mine" / "step-1", adapter_tensors(model, 1))
+    (tmp_path / "log" / "staging" / "notes").mkdir(parents=True)
+    for seed in (1, 2):
+        async with started(config) as ingest:
+            folder = save_adapter(tmp_path / str(seed), adapter_tensors(model, seed))
+            await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
+    assert mine.is_dir() and (tmp_path / "log" / "staging" / "notes").is_dir()
+
+
+async def test_no_version_follows_the_last_one(client, model):
+    await push(client, model, 1, version=MAX_VERSION)
+    with pytest.raises(VersionConflict, match="the last that there can be: DELETE /v1/adapters/run-a"):
+        await push(client, model, 2)
+    await client.remove_adapter("run-a")
+    assert (await push(client, model, 2)).version == 1
 
 
 async def test_older_versions_leave_a_place_free(service, client, model):
@@ -162,6 +240,7 @@ async def test_tensors_that_do_not_fit_the_model_are_named(service, client, mode
         (f"{Q}.lora_magnitude_vector", torch.zeros(256), "is neither lora_A nor lora_B"),
         (f"{Q}.lora_A.weight", torch.full((RANK, 256), torch.nan), "values that are not finite"),
         (f"{Q}.lora_A.weight", torch.zeros(RANK, 256, dtype=torch.int8), "send float32, bfloat16 or float16"),
+        (f"{Q}.lora_A.weight", torch.zeros(RANK, 256, dtype=torch.float64), "is float64, but weights are sent as"),
     ):
         given = adapter_tensors(model, 1) | {name: tensor}
         tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -318,7 +397,8 @@ async def test_vllms_routes_load_and_unload_folders(model, tmp_path):
         httpx.AsyncClient(base_url=service.url, timeout=None) as http,
     ):
         body = {"lora_name": "run-a", "lora_path": str(folder)}
-        assert (await http.post("/v1/load_lora_adapter", json=body | {"timeout": 1})).status_code == 422
+        for field in ({"timeout": 1}, {"lora_path": "x" * 5000}):
+            assert (await http.post("/v1/load_lora_adapter", json=body | field)).status_code == 422
         outside = await http.post("/load_lora_adapter", json=body | {"lora_path": str(tmp_path)})
         assert outside.status_code == 403, outside.text
         refused = await http.post("/v1/unload_lora_adapter", json={"lora_name": "run-a"})

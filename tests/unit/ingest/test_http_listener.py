@@ -143,6 +143,10 @@ class TestHead:
         assert reply.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 505 "))
         assert isinstance(said["error"], dict) and said["error"]["type"] == "MalformedRequest"
 
+    def test_a_target_has_a_bound(self):
+        [said] = bodies_of(reply := replies_to(b"GET /" + b"x" * (64 << 10) + b" HTTP/1.1\r\n\r\n"))
+        assert reply.startswith(b"HTTP/1.1 414 ") and "Too Long" in str(said["error"])
+
     @pytest.mark.parametrize("header", [b"X: " + b"x" * (64 << 10), b"X: x\r\n" * 101], ids=["long", "many"])
     def test_a_head_has_a_bound(self, header):
         assert replies_to(PUT + header + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")

@@ -162,6 +162,15 @@ async def test_a_store_of_another_run_is_refused(model, store, weights):
     assert published(store) == {7: True}
 
 
+async def test_a_trainer_s_store_is_left_alone(model, store, weights):
+    (store / "weight_v000001").mkdir()
+    (store / "weight_v000001" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    async with running(model, store.parent / "log", publish=str(store)) as leader:
+        await Trainer(leader).push(2, stepped(weights, 1))
+        assert "has version 1, and the log version 2 with the digest" in await problem(leader)
+    assert [path.name for path in store.iterdir()] == ["weight_v000001"]
+
+
 async def test_an_unreachable_store_is_tried_again(model, store, weights):
     store.rmdir()
     store.write_text("in the way")

@@ -442,6 +442,18 @@ async def test_a_pull_repeated_after_a_restart_keeps_the_base(ingest, restarted,
     await require(again, 3, steps[3], model)
 
 
+@pytest.mark.parametrize("root", ["log", "checkpoints"])
+async def test_what_others_have_in_trainer_root_is_not_removed(model, config, tmp_path, store, steps, root):
+    shutil.copytree(model, tmp_path / "checkpoints" / "100")
+    publish(store, 1, steps[0], steps[1])
+    weights = config.weights.model_copy(update={"trainer_root": tmp_path / root})
+    async with started(config.model_copy(update={"weights": weights})) as ingest:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match=rf"weights.trainer_root=.*/{root} holds \d+, which"):
+                await pull(ingest, store, 1)
+    assert (tmp_path / "log" / "0").is_dir() and (tmp_path / "checkpoints" / "100" / "config.json").is_file()
+
+
 async def test_kept_weights_that_cannot_be_read_just_now_are_not_lost(
     ingest, config, tmp_path, store, steps, model, monkeypatch
 ):

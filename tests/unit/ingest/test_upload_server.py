@@ -11,6 +11,7 @@ import httpx
 import pytest
 import xxhash
 
+from rollout_service.errors import error_classes
 from rollout_service.ingest import http_listener, upload_server
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.staged_parts import Incoming
@@ -211,6 +212,7 @@ async def test_a_batch_of_shared_memory_that_cannot_be_taken(trainer, monkeypatc
     headers = {UPLOAD_KEY_HEADER: trainer._address.key(version)}
     reply = await trainer.http.request(method, f"/v1/weights/{version}/shared", content=body, headers=headers)
     assert reply.status_code == status and says in reply.json()["error"]["message"]
+    assert reply.json()["error"]["type"] in error_classes()
 
 
 @pytest.fixture

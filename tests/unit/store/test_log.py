@@ -93,6 +93,13 @@ class TestDamage:
         with pytest.raises(LogCorrupt, match=r"versions \[0, 7\] but no LATEST"):
             log.head()
 
+    def test_a_folder_of_others_is_no_version_that_a_crash_left(self, log):
+        (log.root / "0").mkdir(parents=True)
+        (log.root / "0" / "notes").touch()
+        with pytest.raises(LogCorrupt, match=r"versions \[0\] but no LATEST"):
+            commit(log, 0)
+        assert (log.root / "0" / "notes").exists()
+
     def test_a_damaged_control_is_corrupt(self, log):
         log.set_control(Control(paused=True))
         (log.root / "CONTROL").write_text('{"paused": ')

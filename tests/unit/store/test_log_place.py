@@ -107,3 +107,19 @@ def test_a_full_disk_names_no_log_in_disk_root(config, shm):
     assert log_at(disk) == disk
     place = claim_log_place(config, shm)
     assert log_at(disk) == place.root
+
+
+def test_a_log_on_the_disk_is_found_beside_the_name_of_one_that_memory_lost(config, shm, tmp_path):
+    disk, place = config.weights.disk_root_here(), claim_log_place(config, shm)
+    begin(place.root)
+    shutil.rmtree(shm)  # the host has restarted, and has less memory now
+    begin(claim_log_place(config, tmp_path / "none").root)
+    assert log_at(disk) == log_place(config, tmp_path / "none").root == disk
+
+
+def test_a_copy_of_disk_root_names_its_own_log(config, shm, tmp_path):
+    begin(claim_log_place(config, shm).root)
+    copy = shutil.copytree(config.weights.disk_root_here(), tmp_path / "copy")
+    weights = config.weights.model_copy(update={"disk_root": copy})
+    place = claim_log_place(config.model_copy(update={"weights": weights}), shm)
+    assert log_at(copy) == place.root != log_at(config.weights.disk_root_here())
