@@ -205,8 +205,8 @@ UPLOADS = Row(
         Panel(
             "Commits",
             "cps",
-            "By outcome. DigestMismatch: the network or a trainer's memory damages parts. VersionConflict: two "
-            "trainers push under one number. Others are named in the ingest's log.",
+            "By outcome. QuantizationError: a trainer has sent NaN or infinity. VersionConflict: two trainers push "
+            "under one number. Others are named in the ingest's log.",
             [Query(f"sum by (outcome) ({rate('ray_rollout_commits_total', APPLICATION)})", "{{outcome}}")],
         ),
         Panel(
