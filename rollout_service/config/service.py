@@ -337,8 +337,8 @@ class WeightsConfig(Config):
     the same digests. It must begin empty. None: nowhere."""
 
     trainer_root: WholePath | None = None
-    """Folder, on the ingest's node, of the weights that delta folders change, in the trainer's dtype. They are there
-    from the first delta on. None: ``trainer`` in the log's folder."""
+    """Folder for this service alone, on the ingest's node, of the weights that delta folders change, in the trainer's
+    dtype. They are there from the first delta on. None: ``trainer`` in the log's folder."""
 
     upload_host: str = "127.0.0.1"
     """Address on which the ingest listens for parts. Each part needs a key, which the gateway gives to callers that may
