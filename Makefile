@@ -40,7 +40,7 @@ test test-unit test-live test-slow: export VLLM_ENABLE_V1_MULTIPROCESSING := 0
 test test-live test-slow: export RAY_worker_niceness := 0
 # each worker collects all tests: compiled anew, as images for containers ask for, that is a third of its time
 test test-unit test-live test-slow: export PYTHONDONTWRITEBYTECODE :=
-test: setup ## lint, types, unit tests and tests with real engines (10 minutes on 2 cores)
+test: setup ## lint, types, unit tests and tests with real engines (10 to 16 minutes on 2 cores)
 	@# the kernels take the core that the lint leaves idle, and the cores that others leave; then a worker each for the
 	@# service and for engines alone, and unit tests while those wait
 	@mkdir -p out; TRITON_INTERPRET=1 nice $(PYTHON_VENV) -m pytest tests/interpreted >out/interpreted.log 2>&1 & interpreted=$$!; \

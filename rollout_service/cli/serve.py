@@ -14,7 +14,6 @@ from typing import NoReturn
 
 import httpx
 import typer
-import xxhash
 import yaml
 
 from rollout_service.cli.checks import Plan, Problem, problems, with_model
@@ -28,7 +27,7 @@ from rollout_service.model.hub import pinned, require_room, with_model_here
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.store.log import WeightLog
-from rollout_service.store.log_place import log_place
+from rollout_service.store.log_place import log_place, name_with_hash
 
 _REPLICAS = re.compile(r"(\d+)(?:-(\d+))?")
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -88,8 +87,7 @@ def _log_name(model: ModelConfig) -> str:
     """Return a name that another model's log does not have: other runs may have folders of the same name."""
     if model.repo_id is not None:
         return model.repo_id.replace("/", "--")
-    folder = model.path.absolute()
-    return f"{folder.name}-{xxhash.xxh3_64_hexdigest(str(folder).encode())[:8]}"
+    return name_with_hash(model.path.absolute())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollout_service.config.engine import Config, EngineConfig, KVCacheConfig, QuantConfig
 from rollout_service.protocol.base import KnownVersion, is_token
-from rollout_service.protocol.upload import LARGEST_PART_BYTES
+from rollout_service.protocol.upload import LARGEST_PART_BYTES, URL
 
 _KV_MAX_AGE = 8
 AUTO = Path("auto")
@@ -25,7 +25,7 @@ _INGEST_SHARE = 0.1
 """The ingest's share of a GPU that it shares with an engine. Ray only counts it; the ingest uses little."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
-_STORE_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
+_STORE_URL = re.compile(f"{URL}.+")
 _HOST_AND_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?))(?::(\d{1,5}))?")
 
 
@@ -43,7 +43,7 @@ def _require_custom(setting: str, resources: Resources, own: dict[str, str]) -> 
         raise ValueError(f"{setting}.{twice[0]}: {own[twice[0]]}")
 
 
-def _require_no_tilde(path: Path) -> Path:
+def _require_local(path: Path) -> Path:
     # it would name a folder "~", or "s3:", in the current one
     if str(path).startswith("~"):
         raise ValueError(f"{str(path)!r} begins with ~, which is not expanded here: write the whole path")
@@ -56,7 +56,7 @@ def _require_written_out(path: Path) -> Path:
     if "$" in str(path):
         begins = "begins with" if str(path).startswith("$") else "has"
         raise ValueError(f"{str(path)!r} {begins} a variable, and none is expanded here: write the whole path")
-    return _require_no_tilde(path)
+    return _require_local(path)
 
 
 def _require_url(url: str) -> str:
@@ -77,7 +77,7 @@ def _absolute_store(store: str | None) -> str | None:
     return str(Path(store).absolute())
 
 
-ExpandedPath = Annotated[Path, AfterValidator(_require_no_tilde)]
+ExpandedPath = Annotated[Path, AfterValidator(_require_local)]
 """A path in which environment variables are expanded on each node."""
 WholePath = Annotated[Path, AfterValidator(_require_written_out)]
 """A path in which nothing is expanded."""
@@ -157,7 +157,7 @@ class ModelConfig(Config):
             )
         _require_ascii(self.path)
         if self.create is not None:
-            _require_no_tilde(self.path)
+            _require_local(self.path)
         if self.served_name is None and "$" in self.path.name:
             raise ValueError(f"model.path={self.path} expands differently on each node: set model.served_name")
         return self

@@ -80,6 +80,8 @@ UPLOAD_KEY_HEADER = "X-Upload-Key"
 
 LARGEST_PART_BYTES = 256 << 20
 """Maximum size of a part in bytes, for all services and for deltas."""
+URL = "^[a-z][a-z0-9+.-]*://"
+"""Pattern of the beginning of a store's URL."""
 
 DTYPE_BYTES: dict["SourceDtype", int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 """Dtypes that a trainer may send, with their sizes in bytes. One-byte dtypes are codes, which come with scales."""
@@ -431,7 +433,7 @@ class PullWeights(HowToLoad):
 
     source_dir: str | None = Field(default=None, pattern="^/", max_length=4096)
     """Folder in which the trainer publishes versions as ``weight_v000007``, below ``weights.source_roots``."""
-    uri: str | None = Field(default=None, pattern="^[a-z][a-z0-9+.-]*://", max_length=4096)
+    uri: str | None = Field(default=None, pattern=URL, max_length=4096)
     """URL of such a folder, below ``weights.source_urls``, in place of ``source_dir``."""
     target_version: WeightVersion
     """The trainer's number. 0 without such a folder is the model that the service was started with."""

@@ -37,7 +37,7 @@ def log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) -> Log
         return LogPlace(root=weights.root_here(), why="weights.root names it")
     disk = weights.disk_root_here()
     user = shared_memory / f"rollout-service-{os.geteuid()}"
-    in_memory = user / f"{disk.name}-{xxhash.xxh3_64_hexdigest(str(disk).encode())[:8]}"
+    in_memory = user / name_with_hash(disk)
     if (in_memory / "LATEST").exists() and (disk / IN_MEMORY).exists():
         return LogPlace(root=in_memory, why="the log in memory is continued")
     if (disk / "LATEST").exists():
@@ -61,6 +61,11 @@ def log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) -> Log
     return LogPlace(root=in_memory, why=room)
 
 
+def name_with_hash(folder: Path) -> str:
+    """Return a folder's name with a hash of its path, since folders elsewhere may have the same name."""
+    return f"{folder.name}-{xxhash.xxh3_64_hexdigest(str(folder).encode())[:8]}"
+
+
 def claim_log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) -> LogPlace:
     """Return ``log_place`` after creating its folder; a folder in memory is private to the user.
 
@@ -77,7 +82,7 @@ def claim_log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) 
             with WriterLock(place.root).acquire(0):
                 remove_tree(place.root)
         marker.parent.mkdir(parents=True, exist_ok=True)
-    if not marker.exists() or log_at(marker.parent) != place.root:  # ``disk_root`` may have been moved, or copied
+    if log_at(marker.parent) != place.root:  # ``disk_root`` is new, or was moved or copied
         replace_synced(marker, f"{place.root}\n")  # a full disk must not leave an empty one
     make_private(place.root)
     return place

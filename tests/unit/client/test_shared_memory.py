@@ -76,6 +76,7 @@ class TestPush:
         for version in range(1, 19):
             async with RolloutClient(service.url) as client:
                 await client.push_weights(version, dict(weights), transport="shared_memory", wait="none")
+            assert await how_it_came(service, version) == "SharedMemorySource"
 
     async def test_kv_scales_are_stored_as_with_parts(self, service, client, weights, model):
         layers = ServedModel.load(model).attention
