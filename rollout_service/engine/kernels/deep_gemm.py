@@ -2,7 +2,7 @@
 
 DeepGEMM runs nvcc for some seconds at the first product that needs a kernel, and keeps the kernel in
 ``DG_JIT_CACHE_DIR``. vLLM's warm-up compiles one kernel after another. Here processes share the same products: each
-takes the next few sizes from one queue, a file, until none is left.
+takes the next few sizes from one queue, a file, until none is left. Meanwhile vLLM compiles the model's graph.
 """
 
 import fcntl
@@ -14,8 +14,9 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 PROCESSES = 8
 """Maximum number of processes."""
 PROCESS_BYTES = 2 << 30
-"""GPU memory of a process. All take at most half of what is free: a trainer may use the same GPU."""
+"""GPU memory of a process. All take at most a quarter of what is free: a trainer may use the same GPU, and vLLM runs
+the model meanwhile."""
 LIMIT_S = 300.0
 """Time in seconds after which the processes are stopped. vLLM's warm-up compiles the remaining kernels."""
 
@@ -43,20 +45,39 @@ _SIZE = struct.Struct("<3q")
 
 
 def compile_kernels(model: torch.nn.Module, tokens: int, device: torch.device) -> None:
-    """Compile the kernels of the model's linear layers for steps of up to ``tokens`` tokens.
+    """Start to compile the kernels of the model's linear layers for steps of up to ``tokens`` tokens.
 
-    Does nothing if DeepGEMM computes no layer, if ``VLLM_DEEP_GEMM_WARMUP`` is ``skip``, or if they were compiled on
-    this host before. Logs a warning if processes fail. Call it before vLLM measures free memory.
+    The model's first forward pass waits for the end. Does nothing if DeepGEMM computes no layer, if
+    ``VLLM_DEEP_GEMM_WARMUP`` is ``skip``, or if they were compiled on this host before. Logs a warning if processes
+    fail. Call it before vLLM measures free memory.
     """
     if device.index or envs.VLLM_DEEP_GEMM_WARMUP == "skip":  # an engine's first worker compiles for all
         return
     sizes = deep_gemm_sizes(model, tokens)
     free, _ = torch.cuda.mem_get_info(device)
-    processes = min(PROCESSES, len(os.sched_getaffinity(0)), free // (2 * PROCESS_BYTES))
+    processes = min(PROCESSES, len(os.sched_getaffinity(0)), free // (4 * PROCESS_BYTES))
     if sizes and processes:
         made_for = (vllm.__version__, torch.version.cuda, torch.cuda.get_device_name(device), sizes)
         digest = hashlib.sha256(repr(made_for).encode()).hexdigest()[:16]
-        compile_once(sizes, processes, _cache_folder() / f"rollout-service-{digest}")
+        marker = _cache_folder() / f"rollout-service-{digest}"
+        run_beside_first_forward(model, lambda: compile_once(sizes, processes, marker))
+
+
+def run_beside_first_forward(model: torch.nn.Module, work: Callable[[], None]) -> None:
+    """Run ``work`` in a thread, and let the model's first forward pass wait for its end.
+
+    The first pass compiles the model's graph. It ends before vLLM measures free memory: the memory of processes that
+    ``work`` starts is free again by then.
+    """
+    # a daemon: an engine that fails meanwhile ends at once, and the processes end with it
+    thread = threading.Thread(target=work, name="compile-kernels", daemon=True)
+    thread.start()
+
+    def wait(*_: object) -> None:
+        handle.remove()
+        thread.join()
+
+    handle = model.register_forward_hook(wait)
 
 
 def compile_once(

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
-from rollout_service.engine.kernels.deep_gemm import compile_once, taken
+from rollout_service.engine.kernels.deep_gemm import compile_once, run_beside_first_forward, taken
 
 SIZES = [(tokens, rows, 256) for rows in (128, 384) for tokens in range(1, 200)]
 
@@ -71,3 +72,23 @@ def test_processes_that_fail_are_logged_and_run_again(
     assert (tmp_path / "marker").read_bytes() == b""
     compile_once(SIZES, 1, tmp_path / "marker", writing(told))
     assert (tmp_path / "marker").read_bytes() != b""
+
+
+def test_a_models_first_forward_pass_runs_beside_the_work_and_waits_for_its_end() -> None:
+    began, done = threading.Event(), list[str]()
+
+    class Model(torch.nn.Module):
+        def forward(self, name: str) -> None:
+            done.append(name)
+            began.set()
+
+    def work() -> None:
+        assert began.wait(60)
+        done.append("work")
+
+    model = Model()
+    run_beside_first_forward(model, work)
+    model("first")
+    assert done == ["first", "work"]
+    model("second")
+    assert done == ["first", "work", "second"]
