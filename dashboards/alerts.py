@@ -55,7 +55,8 @@ ALERTS = (
     ),
     Alert(
         "RolloutUpdateFailed", "ticket",
-        "max by (instance, replica) (rollout_replica_error)", "> 0", "1m",
+        "max by (instance, replica) (rollout_replica_error "
+        'unless on (instance, replica) rollout_replica_state{state="starting"} == 1)', "> 0", "1m",
         "replica {{ $labels.replica }} cannot go to the newest version",
         "GET /v1/fleet has the reason: an unreadable log is tried again, a version that engines cannot load must be "
         "followed by a good one.",
@@ -76,8 +77,8 @@ ALERTS = (
     Alert(
         "RolloutNoReadyReplica", "page",
         'sum by (instance) (rollout_replicas{state=~"ready|stale|asleep"})',
-        "< 1 and on (instance) max by (instance) (rollout_replicas_min) > 0 unless on (instance) "
-        '(rollout_replica_state{state="syncing"} == 1 and on (instance, replica) rollout_replica_version)', "2m",
+        "< 1 and on (instance) max by (instance) (rollout_replicas_min) > 0 unless on (instance) (rollout_replica_state"
+        '{state="syncing"} == 1 and on (instance, replica) rollout_replica_staleness_versions)', "2m",
         "no replica takes rollouts",
         "GET /v1/fleet: starting or syncing for longer than an engine takes, see its log; failed, see the reason; none "
         "at all, see what Ray lacks (ray status).",

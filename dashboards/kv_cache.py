@@ -8,9 +8,9 @@ KV_CACHE = Row(
         Panel(
             "Saturated share, worst layer",
             "percentunit",
-            "Largest share of any layer's k, of v beyond the largest FP8 code, by the newest measurement and the "
-            "replica that made it. Above 0.1% the layer is unfit, above 1% an alert names it: its scale is too small, "
-            "and the trainer must send another.",
+            "Largest share of any layer's k, of v beyond the largest FP8 code, by the replica that measured its first "
+            "version. Above 0.1% the layer is unfit, above 1% an alert names it: its scale is too small, and the "
+            "trainer must send another. Nothing here: other scales came since, or the dtype was chosen before.",
             [
                 Query(
                     f"max by (replica, tensor) (rollout_kv_saturated_ratio{{{REPLICA}}})",

@@ -22,12 +22,13 @@ AT_NEWEST = f'on (version) count_values("version", rollout_latest_version{{{SERV
 """After ``and``: keeps the series of the newest version."""
 APPLICATION = 'application=~"$application"'
 """Selects what processes count."""
-ENGINE = f'{APPLICATION}, deployment="engine", replica=~"$replica"'
-"""Selects what engine replicas count."""
+ENGINE = f'{APPLICATION}, deployment=~"engine.*", replica=~"$replica"'
+"""Selects what engine replicas count, also those of a group, ``engine-NAME``."""
 VLLM = 'ReplicaId=~"$replica"'
 """Selects vLLM's own."""
-OR_NOTHING_YET = " or vector(0)"
-"""A counter of a process is missing until it has counted something: no events are a line at 0, not an empty panel."""
+OR_NOTHING_YET = " or on () vector(0)"
+"""A counter of a process is missing until it has counted something: no events are a line at 0, not an empty panel.
+``on ()``: the line ends once there is a series with labels."""
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,8 @@ UPLOADS = Row(
 
 RUNNING = f'sum(rollout_replicas{{{SERVICE}, state=~"ready|syncing|stale"}})'
 """Replicas that take rollouts, or load their first version."""
+SCALED = f'{APPLICATION}, deployment="engine"'
+"""Selects what the replicas count that the autoscaler starts and stops: those of groups are not among them."""
 AUTOSCALING = Row(
     "Autoscaling: does the fleet follow the load?",
     [
@@ -242,7 +244,7 @@ AUTOSCALING = Row(
             "actual for longer than an engine's start: the cluster has no GPU left. At the maximum with a queue: raise "
             "scaling.max_replicas.",
             [
-                Query(f'max(ray_serve_autoscaling_target_replicas{{{APPLICATION}, deployment="engine"}})', "target"),
+                Query(f"max(ray_serve_autoscaling_target_replicas{{{SCALED}}})", "target"),
                 Query(RUNNING, "actual"),
                 Query(f"max(rollout_replicas_min{{{SERVICE}}})", "minimum"),
                 Query(f"max(rollout_replicas_max{{{SERVICE}}})", "maximum"),
@@ -255,10 +257,7 @@ AUTOSCALING = Row(
             "Running and waiting over the replicas: the policy aims at scaling.target_sequences. Above it for longer "
             "than scaling.upscale_delay_s and an engine's start: the fleet is at its maximum.",
             [
-                Query(
-                    f"sum(ray_rollout_sequences{{{APPLICATION}}}) / {RUNNING}",
-                    "sequences",
-                )
+                Query(f"sum(ray_rollout_sequences{{{SCALED}}}) / ({RUNNING} > 0)", "sequences"),
             ],
         ),
         Panel(

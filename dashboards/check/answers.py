@@ -5,11 +5,14 @@ from typing import Any
 
 from dashboards.alerts import ALERTS, Alert
 from dashboards.check.prometheus import Prometheus, Series
-from dashboards.check.queries import DASHBOARDS, PanelQuery, panel_queries, substituted, variables
+from dashboards.check.queries import DASHBOARDS, PanelQuery, metrics_of, panel_queries, substituted, variables
+from rollout_service.metrics import table
 
 RATE_INTERVAL = "30s"
 """Three of Ray's reports: what Grafana makes of $__rate_interval at shorter scrape intervals would be emptier."""
 STEP_S = 2.0
+ON_GPUS = {table.DECODE_KV_TOKENS.name, table.DECODE_KV_TOKENS_SPARED.name}
+"""Metrics of kernels that a CPU engine does not have."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,12 @@ class Answers:
 
     @property
     def empty(self) -> list[str]:
-        """What should have samples and has none: queries of panels, alerts, variables."""
-        panels = [f"{each.query.name}: {each.query.legend}" for each in self.panels if not each.samples]
+        """What should have samples on a CPU and has none: queries of panels, alerts, variables."""
+        panels = [
+            f"{each.query.name}: {each.query.legend}"
+            for each in self.panels
+            if not each.samples and not metrics_of(each.query.expr) <= ON_GPUS
+        ]
         alerts = [each.alert.name for each in self.alerts if not each.samples]
         return panels + alerts + [f"variable {name}" for name, values in self.variables.items() if not values]
 

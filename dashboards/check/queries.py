@@ -8,7 +8,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[1]
 DASHBOARDS = ("rollout", "mismatch")
-_NOTHING = re.compile(r" or vector\(0\)$")
+_NOTHING = re.compile(r" or on \(\) vector\(0\)$")
 _METRIC = re.compile(r"\b(?:ray_)?(?:rollout|vllm|serve)_[a-z0-9_]+\b")
 _LABEL_VALUES = re.compile(r"label_values\((.+), (\w+)\)")
 

@@ -23,6 +23,8 @@ PREFIX = 280
 BURST = 400
 """Completions asked for at once, more than the replicas admit."""
 
+MOVED = "model.layers.0.mlp.up_proj.weight"
+
 
 class Traffic:
     """A trainer with its rollout workers."""
@@ -56,7 +58,12 @@ class Traffic:
     async def _step(self, abort: bool, broken: bool) -> None:
         self._version += 1
         self._say(f"version {self._version}: update, rollouts and a report{' of a broken trainer' if broken else ''}")
-        await self._client.push_weights(self._version, self._moved(), mode="abort" if abort else "keep")
+        await self._client.push_weights(
+            self._version,
+            self._moved(),
+            mode="abort" if abort else "keep",
+            transport="auto" if self._version == 1 else "delta",
+        )
         rollouts = await self._client.generate_batch(
             self._prompts(24), n=2, max_tokens=32, ignore_eos=True, min_weight_version=self._version
         )
@@ -64,13 +71,15 @@ class Traffic:
         await self._client.report_mismatch(rollouts, [self._scored(row, off) for row in _logprobs(rollouts)])
 
     async def _bad_day(self) -> None:
-        self._say("more rollouts than are admitted, a version that does not come, one that is NaN, and a pause")
+        self._say("truncated rollouts, too many, a version that does not come, one that is NaN, and a pause")
+        truncated = await self._client.generate_batch(self._prompts(4), max_tokens=16, ignore_eos=True, top_p=0.9)
+        await self._client.report_mismatch(truncated, _logprobs(truncated))
         with suppress(RolloutServiceError):
             await self._client.generate_batch(self._prompts(BURST // 4), n=4, max_tokens=16, ignore_eos=True)
         with suppress(TooEarly):
             await self._client.generate([5, 6], max_tokens=1, min_weight_version=self._version + 100)
         broken = self._moved()
-        next(tensor for tensor in broken.values() if tensor.dim() == 2).fill_(torch.nan)
+        broken[MOVED].fill_(torch.nan)
         with suppress(QuantizationError):
             await self._client.push_weights(self._version + 1, broken)
         await asyncio.sleep(5)
@@ -80,9 +89,9 @@ class Traffic:
         await self._client.resume()
 
     def _moved(self) -> dict[str, torch.Tensor]:
-        """The weights a small step away."""
+        """The weights a small step away, so small that a delta is worth it."""
         generator = torch.Generator().manual_seed(self._version)
-        return {name: _moved(tensor, generator) for name, tensor in self._weights.items()}
+        return self._weights | {MOVED: _moved(self._weights[MOVED], generator)}
 
     def _prompts(self, count: int) -> list[list[int]]:
         prefix = [self._random.randrange(8, 40) for _ in range(PREFIX)]

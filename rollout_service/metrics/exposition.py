@@ -71,7 +71,7 @@ def _service(samples: _Samples, state: ServiceState) -> None:
         samples.add(table.LATEST_COMMITTED, state.committed_at[fleet.latest_version])
     samples.add(table.PAUSED, fleet.paused)
     for name in get_args(ReplicaState):
-        samples.add(table.REPLICAS, sum(status.state == name for status in fleet.replicas), name)
+        samples.add(table.REPLICAS, sum(status.state == name for status in fleet.unpinned), name)
     samples.add(table.REPLICAS_MIN, state.replicas_min)
     samples.add(table.REPLICAS_MAX, state.replicas_max)
     samples.add(table.REPLICA_STARTS, state.replica_starts)

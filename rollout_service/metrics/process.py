@@ -62,7 +62,7 @@ sink = RaySink()
 def record(metric: Metric, value: float = 1.0, **labels: str) -> None:
     """Count, set or observe a value. Raises ValueError for labels that are not the metric's."""
     if tuple(sorted(labels)) != tuple(sorted(metric.labels)) or metric.source != "process":
-        raise ValueError(f"{metric.name} is of a {metric.source} and has the labels {metric.labels}, not {labels}")
+        raise ValueError(f"cannot record {metric.name} with {labels}: a {metric.source} metric of {metric.labels}")
     if value or metric.kind != "counter":  # Ray refuses to add 0
         sink.record(metric, value, labels)
 
@@ -156,13 +156,13 @@ def counted_conversion(
     """Yield from ``convert(tensors)``; count its input bytes, and the time until its last output was consumed."""
     started, nbytes = time.perf_counter(), 0
 
-    def taken() -> Iterator[tuple[str, torch.Tensor]]:
+    def counted() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal nbytes
         for name, tensor in tensors:
             nbytes += tensor.nbytes
             yield name, tensor
 
-    yield from convert(taken())
+    yield from convert(counted())
     count_converted(nbytes, time.perf_counter() - started)
 
 

@@ -15,9 +15,10 @@ from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
 
 logger = logging.getLogger(__name__)
-_REMEMBERED = 1024
+_MAX_COMMIT_TIMES = 1024
 """Number of commit times that are kept; those of older versions are dropped."""
-_OVER = ("draining", "failed")
+_ENDED = ("draining", "failed")
+"""States from which a replica may leave without a failure that is not counted yet."""
 
 
 class FleetHistory:
@@ -43,7 +44,7 @@ class FleetHistory:
         self._starts += len(states.keys() - self._states.keys())
         for replica_id, before in self._states.items():
             now = states.get(replica_id, "failed")
-            self._failures += now == "failed" and before not in _OVER
+            self._failures += now == "failed" and before not in _ENDED
         self._states = states
 
     def note_left(self, replica_id: str) -> None:
@@ -54,9 +55,9 @@ class FleetHistory:
     async def state(self, fleet: Fleet, versions: tuple[WeightStatus, ...]) -> ServiceState:
         """Return the current state of the service."""
         committed = [status.version for status in versions if status.state != "staged"]
-        committed_at, log_bytes = await asyncio.to_thread(self._look, committed)
+        committed_at, log_bytes = await asyncio.to_thread(self._measure_log, committed)
         self._committed_at |= committed_at
-        for version in sorted(self._committed_at)[:-_REMEMBERED]:
+        for version in sorted(self._committed_at)[:-_MAX_COMMIT_TIMES]:
             del self._committed_at[version]
         return ServiceState(
             at=time.time(),
@@ -71,7 +72,7 @@ class FleetHistory:
             log_free_bytes=self._free_bytes,
         )
 
-    def _look(self, versions: list[int]) -> tuple[dict[int, float], int]:
+    def _measure_log(self, versions: list[int]) -> tuple[dict[int, float], int]:
         """Return the commit times of those versions that have none yet, and the size of the log in bytes.
 
         What cannot be read is left out, and named once in the service's log.
@@ -86,7 +87,7 @@ class FleetHistory:
         except OSError as error:  # the last known size stays
             unreadable[str(self._log.root)] = error
         for path in unreadable.keys() - self._unreadable.keys():
-            logger.warning("metrics leave out %s: it cannot be read: %s", path, unreadable[path])
+            logger.warning("metrics do not include %s: it cannot be read: %s", path, unreadable[path])
         self._unreadable = unreadable
         return {v: file.st_mtime for v, file in found.items() if file is not None}, log_bytes
 

@@ -161,7 +161,7 @@ COMMIT_SECONDS = _process(
 LATEST_VERSION = _service("latest_version", "The newest committed version.")
 LATEST_COMMITTED = _service("latest_version_committed_timestamp_seconds", "When it was committed, in Unix time.")
 PAUSED = _service("paused", "1 while the operator wants the fleet paused.")
-REPLICAS = _service("replicas", "Live replicas by state.", ("state",))
+REPLICAS = _service("replicas", "Live replicas by state, without pinned ones.", ("state",))
 REPLICAS_MIN = _service("replicas_min", "scaling.min_replicas.")
 REPLICAS_MAX = _service("replicas_max", "scaling.max_replicas.")
 REPLICA_STARTS = _service("replica_starts_total", "Replicas that came since the ingest started.")
@@ -210,7 +210,7 @@ KV_CACHE_FP8 = _service(
 )
 KV_SATURATED = _service(
     "kv_saturated_ratio",
-    "Share of a layer's k or v beyond FP8's range, by the replica that measured.",
+    "Share of a layer's k or v beyond FP8's range, by the replica that measured, until other scales come.",
     ("replica", "layer", "tensor"),
 )
 KV_UNFIT = _service(

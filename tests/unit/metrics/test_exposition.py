@@ -115,7 +115,7 @@ class TestServiceState:
         assert values(found, "rollout_replica_staleness_versions") == {("new",): 0, ("old",): 4}
         assert values(found, "rollout_replica_staleness_seconds") == {("new",): 0, ("old",): NOW - 900.0}
         states = values(found, "rollout_replicas")
-        assert states[("ready",)] == 3 and states[("starting",)] == 1 and states[("failed",)] == 0
+        assert states[("ready",)] == 2 and states[("starting",)] == 1 and states[("failed",)] == 0
 
     def test_adapters_are_summed_over_the_replicas_that_hold_them(self):
         held = HeldAdapter(name="run-a", version=3, digest="d", running=2)

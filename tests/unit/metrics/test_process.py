@@ -26,8 +26,9 @@ from rollout_service.metrics.process import (
     set_load,
 )
 from rollout_service.protocol.fleet import UpdateTimings
-from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, FinishReason, Rollout
 from rollout_service.protocol.weights import UploadTimings
+from tests.unit.fleet.completions import completion_of
 from tests.unit.metrics.counts import Counts
 
 TIMINGS = UploadTimings(receive_s=1.0, quantize_s=2.0, store_s=3.0, finish_s=4.0)
@@ -40,15 +41,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     return counts
 
 
-def completion(index: int, *versions: int, end: str = "length") -> Completion:
+def completion(index: int, *versions: int, end: FinishReason = "length") -> Completion:
     """Two tokens of each version."""
-    return Completion(
-        index=index,
-        token_ids=(1, 2) * len(versions),
-        logprobs=(-0.5, -0.5) * len(versions),
-        finish_reason=end,
-        spans=tuple(Span(version=v, start=2 * i, end=2 * i + 2) for i, v in enumerate(versions)),
-    )
+    return completion_of((1, 2) * len(versions), *((version, 2) for version in versions), index=index, end=end)
 
 
 class TestCounted:
@@ -156,9 +151,9 @@ class TestRecord:
 
     def test_undeclared_labels_and_metrics_of_the_services_state_are_refused(self):
         for labels in ({}, {"outcome": "ok", "version": "3"}, {"version": "3"}):
-            with pytest.raises(ValueError, match="has the labels"):
+            with pytest.raises(ValueError, match="a process metric of"):
                 record(table.REQUESTS, **labels)
-        with pytest.raises(ValueError, match="of a service"):
+        with pytest.raises(ValueError, match="a service metric"):
             record(table.LATEST_VERSION, 3)
 
     @pytest.mark.parametrize("metric", [table.REQUESTS, table.SEQUENCES, table.UPDATE_SECONDS], ids=lambda m: m.kind)

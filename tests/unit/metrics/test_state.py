@@ -114,6 +114,6 @@ async def test_one_unreadable_file_is_left_out_and_named_once(tmp_path, monkeypa
         disk.setattr(os, "scandir", failing_scandir)
         states = [await seen.state(FLEET, versions) for _ in range(2)]
     assert [(state.committed_at, state.log_bytes) for state in states] == [({2: 20.0, 3: 30.0}, 10)] * 2
-    assert [caplog.text.count(f"metrics leave out {path}: it cannot be read") for path in sorted(broken)] == [1, 1]
+    assert [caplog.text.count(f"metrics do not include {path}: it cannot be read") for path in sorted(broken)] == [1, 1]
     state = await seen.state(FLEET, versions)
     assert (state.committed_at, state.log_bytes) == ({1: 10.0, 2: 20.0, 3: 30.0}, 30)
