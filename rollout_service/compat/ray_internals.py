@@ -17,7 +17,8 @@ from ray.serve.config import HTTPOptions
 
 ANSWERS_S = 2.0
 """Timeout in seconds for Serve's controller. A controller that answers later is too busy for health checks."""
-_ANSWER_S = 5.0
+_CALL_S = 5.0
+"""Timeout in seconds of one call of the controller, other than ``controller_answered``."""
 _SHUTDOWN_S = 30.0
 """Time in seconds that ``serve.shutdown`` waits for the controller to answer, and to end."""
 _POLL_S = 0.1
@@ -41,7 +42,7 @@ async def http_options() -> HTTPOptions:
     """Return the address of Serve's proxies, once the controller answers."""
     while True:
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(_CALL_S):
                 options: HTTPOptions = await serve_controller().get_http_config.remote()
                 return options
         except (TimeoutError, RayError, ValueError):  # it has died, is restarting, or hangs
@@ -75,7 +76,7 @@ def _end_controller(controller: ActorHandle[object]) -> bool:
     Return False if it has not ended in time, or is unreachable, since the cluster is ending.
     """
     try:
-        ray.get(controller.graceful_shutdown.remote(wait=False), timeout=_ANSWER_S)
+        ray.get(controller.graceful_shutdown.remote(wait=False), timeout=_CALL_S)
         deadline = time.monotonic() + _SHUTDOWN_S
         while time.monotonic() < deadline:
             serve_controller()

@@ -44,13 +44,14 @@ def registered_attention(kernel: str, wrap: Callable[[AttentionFunction | None],
         AttentionInterface.register(kernel, original)
 
 
-def eager_attention(module: torch.nn.Module) -> AttentionFunction | None:
-    """Return the eager attention function in the model's own file, which is not in the registry; None: it has none."""
+def eager_attention(module: torch.nn.Module) -> AttentionFunction:
+    """Return the eager attention function in the model's own file, which is not in the registry. Raises ValueError if
+    there is none."""
     for cls in type(module).__mro__:  # FSDP2 inserts a class of its own before the model's
         function: AttentionFunction | None = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
         if function is not None:
             return function
-    return None
+    raise ValueError(f"{type(module).__name__} has no eager attention: load the model with attn_implementation='sdpa'")
 
 
 def is_silu(activation: Callable[..., torch.Tensor]) -> bool:

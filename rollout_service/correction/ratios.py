@@ -187,8 +187,8 @@ def _pad(rows: Rows, width: int, padding: float, device: torch.device) -> torch.
         return rows
     if not len(rows):
         return torch.zeros(0, width, device=device)
-    joined = pad_sequence([_as_row(row, device) for row in rows], batch_first=True, padding_value=padding)
-    return torch.nn.functional.pad(joined, (0, max(width - joined.shape[1], 0)), value=padding)
+    padded = pad_sequence([_as_row(row, device) for row in rows], batch_first=True, padding_value=padding)
+    return torch.nn.functional.pad(padded, (0, max(width - padded.shape[1], 0)), value=padding)
 
 
 def _as_row(row: torch.Tensor | Sequence[float], device: torch.device) -> torch.Tensor:
@@ -202,7 +202,7 @@ def _as_row(row: torch.Tensor | Sequence[float], device: torch.device) -> torch.
 def _as_bool(mask: torch.Tensor) -> torch.Tensor:
     selected = mask.bool()
     if not bool((selected.to(mask.dtype) == mask).all()):
-        raise ValueError("mask must be bool or hold only 0 and 1: weigh the loss by something else elsewhere")
+        raise ValueError("mask must be bool or hold only 0 and 1: multiply the loss by other weights afterwards")
     if not bool(selected.any()):
         raise ValueError(f"mask {list(mask.shape)} selects no token: a batch without sampled tokens has no mean")
     return selected

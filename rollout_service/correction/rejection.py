@@ -117,13 +117,13 @@ class Rejection:
     def _measure(self, ratios: LogRatios) -> torch.Tensor:
         """Return the statistic, fp64: [batch, tokens] for ``token_``, [batch] for ``seq_``. In nats for k1, k2 and
         k3."""
-        joined = next(joined for joined in ("token", "seq_sum", "seq_mean", "seq_max") if joined in self.statistic)
-        divergence = _OF_TOKENS[self.statistic.removeprefix(f"{joined}_")](ratios) * ratios.selected
-        if joined == "token":
+        level = next(level for level in ("token", "seq_sum", "seq_mean", "seq_max") if level in self.statistic)
+        divergence = _OF_TOKENS[self.statistic.removeprefix(f"{level}_")](ratios) * ratios.selected
+        if level == "token":
             return divergence
-        if joined == "seq_sum":
+        if level == "seq_sum":
             return divergence.sum(-1)
-        return ratios.sequence_mean(divergence) if joined == "seq_mean" else divergence.amax(-1)
+        return ratios.sequence_mean(divergence) if level == "seq_mean" else divergence.amax(-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,11 +46,11 @@ class SamplingSupport:
         width = longest if num_tokens is None else num_tokens
         if longest > width:
             raise ValueError(f"a completion has {longest} tokens, more than num_tokens={width}")
-        most = max((int(counts.max(initial=0)) for counts, _ in rows), default=0)
-        kept = np.zeros((len(rows), width, most), bool)
+        max_kept = max((int(counts.max(initial=0)) for counts, _ in rows), default=0)
+        kept = np.zeros((len(rows), width, max_kept), bool)
         token_ids = np.zeros(kept.shape, np.int64)
         for row, (counts, ids) in enumerate(rows):
-            kept[row, : len(counts)] = np.arange(most) < counts[:, None]
+            kept[row, : len(counts)] = np.arange(max_kept) < counts[:, None]
             token_ids[row][kept[row]] = ids
         return cls(torch.from_numpy(token_ids).to(device), torch.from_numpy(kept).to(device))
 

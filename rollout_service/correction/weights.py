@@ -120,9 +120,9 @@ class GammaWeights:
     def __post_init__(self) -> None:
         for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
             value = getattr(self, name)
-            require_positive(f"GammaWeights {name}", name, value)
+            require_positive("GammaWeights", name, value)
             if math.isinf(value):
-                raise ValueError(f"GammaWeights {name}: {value} must be finite")
+                raise ValueError(f"GammaWeights: {name}={value} must be finite")
 
     def weigh(self, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weights, fp64 [batch, tokens], 0 where masked, and their metrics; names without prefix."""

@@ -69,11 +69,11 @@ def rank_replicas(
     call at once), the lowest load, the one chosen longest ago. The last criterion spreads sessions that begin on an
     idle fleet.
     """
-    least = min((candidate.load for candidate in candidates), default=0)
+    lowest_load = min((candidate.load for candidate in candidates), default=0)
 
-    def begins_alike(candidate: Candidate) -> bool:
+    def has_prefix(candidate: Candidate) -> bool:
         has_room = candidate.load + sequences <= candidate.capacity
-        is_even = candidate.load <= least + candidate.capacity // UNEVEN_SHARE
+        is_even = candidate.load <= lowest_load + candidate.capacity // UNEVEN_SHARE
         return candidate.replica_id == prefix_replica and has_room and is_even
 
     def cost(candidate: Candidate) -> tuple[bool, bool, bool, bool, int, bool, bool, bool, int, int, str]:
@@ -88,7 +88,7 @@ def rank_replicas(
             _LAST_RESORT.get(candidate.state, 0),
             candidate.is_full,
             candidate.replica_id != session_replica,
-            not begins_alike(candidate),
+            not has_prefix(candidate),
             candidate.load,
             candidate.turn,
             candidate.replica_id,
@@ -142,23 +142,23 @@ class RolloutRouter(RequestRouter):
         self._ledger.origin = getattr(call, "origin", self._ledger.origin)
         adapter = None if call is None else call.adapter
         salt = None if call is None else f"{adapter} {call.cache_salt}" if adapter else call.cache_salt
-        begins = () if call is None else prefixes(call.prompt_token_ids, salt)
+        hashes = () if call is None else prefixes(call.prompt_token_ids, salt)
         order = rank_replicas(
             [self._candidate(replica, adapter) for replica in candidate_replicas],
             min_version=getattr(call, "min_weight_version", None),
             exact_version=getattr(call, "exact_weight_version", None),
             session_replica=self._ledger.replica_of(session),
-            prefix_replica=self._ledger.replica_with(begins),
+            prefix_replica=self._ledger.replica_with(hashes),
             sequences=1 if call is None else call.sampling.n,
             avoid=getattr(call, "avoid", ()),
         )
         if call is not None and order:
             call_id = call.origin, call.number
-            self._ledger.choose(call_id, order[0], call.sampling.n, session, time.monotonic(), begins)
+            self._ledger.choose(call_id, order[0], call.sampling.n, session, time.monotonic(), hashes)
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         # a ``ProgressAsk`` names its replica; if that one has left, any may answer
-        if (meant := str(getattr(argument, "replica_id", ""))) in by_id:
-            order = [meant]
+        if (named := str(getattr(argument, "replica_id", ""))) in by_id:
+            order = [named]
         return [[by_id[replica_id]] for replica_id in order]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

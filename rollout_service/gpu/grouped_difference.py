@@ -18,7 +18,7 @@ TILE_BYTES = 16 << 10
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 """Integer types by their size in bytes."""
 _ALIGNED_BYTES = 16
-_TAKEN = 1024
+_CHANGES = 1024
 """Number of changes that one program encodes."""
 _Integers = npt.NDArray[np.int64]
 
@@ -109,33 +109,33 @@ def changes_of(differences: torch.Tensor, count: int, gap_planes: int) -> torch.
     places, itemsize = torch.nonzero_static(differences, size=count), differences.element_size()
     rows = torch.empty((4 + itemsize + gap_planes + itemsize, count), dtype=torch.uint8, device=differences.device)
     with on_device(differences.device):
-        take_apart[(triton.cdiv(count, _TAKEN),)](
+        encode_changes[(triton.cdiv(count, _CHANGES),)](
             differences, places, rows.data_ptr(), count,
-            DTYPE=_TYPES[itemsize], ITEMSIZE=itemsize, GAP_PLANES=gap_planes, TAKEN=_TAKEN,
+            DTYPE=_TYPES[itemsize], ITEMSIZE=itemsize, GAP_PLANES=gap_planes, CHANGES=_CHANGES,
         )  # fmt: skip
     return rows
 
 
 @triton.jit(do_not_specialize=["rows", "count"], do_not_specialize_on_alignment=["differences"])
-def take_apart(
+def encode_changes(
     differences, places, rows, count,
-    DTYPE: tl.constexpr, ITEMSIZE: tl.constexpr, GAP_PLANES: tl.constexpr, TAKEN: tl.constexpr,
+    DTYPE: tl.constexpr, ITEMSIZE: tl.constexpr, GAP_PLANES: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Encode ``TAKEN`` numbers per program. ``rows``: address of the result of ``changes_of``. ``places`` int64
+    """Encode ``CHANGES`` numbers per program. ``rows``: address of the result of ``changes_of``. ``places`` int64
     [count]."""
-    taken = tl.program_id(0).to(tl.int64) * TAKEN + tl.arange(0, TAKEN)
-    inside = taken < count
-    place = tl.load(places + taken, mask=inside, other=0)
-    before = tl.load(places + taken - 1, mask=inside & (taken > 0), other=-1)
+    index = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    inside = index < count
+    place = tl.load(places + index, mask=inside, other=0)
+    before = tl.load(places + index - 1, mask=inside & (index > 0), other=-1)
     number = tl.load(differences + place, mask=inside, other=0)
-    address = rows + taken * 4
+    address = rows + index * 4
     tl.store(address.to(tl.pointer_type(tl.int32)), place.to(tl.int32), mask=inside)
-    address = rows + count * 4 + taken * ITEMSIZE
+    address = rows + count * 4 + index * ITEMSIZE
     tl.store(address.to(tl.pointer_type(DTYPE)), number, mask=inside)
     gap = place - before - 1
     wide = number.to(tl.int32)
     zigzag = (wide << 1) ^ (wide >> 31)
-    address = rows + count.to(tl.int64) * (4 + ITEMSIZE) + taken
+    address = rows + count.to(tl.int64) * (4 + ITEMSIZE) + index
     for plane in tl.static_range(GAP_PLANES):
         tl.store(address.to(tl.pointer_type(tl.uint8)), (gap >> (8 * plane)).to(tl.uint8), mask=inside)
         address += count

@@ -48,7 +48,7 @@ class Holder(Frozen):
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that nvidia-smi lists; empty without it. Raises OSError, subprocess.TimeoutExpired."""
+    """Return the GPUs that nvidia-smi lists; empty without it. Raises OSError, ValueError, TimeoutExpired."""
     return gpus_from(_queried("gpu", _GPU_FIELDS))
 
 
@@ -88,7 +88,7 @@ def holders() -> tuple[Holder, ...]:
 
 
 def holders_from(csv: str) -> tuple[Holder, ...]:
-    """Parse nvidia-smi's output, a line for each process; a name may contain commas."""
+    """Parse nvidia-smi's output, a line for each process. Names, which may contain commas, are cut to 60 characters."""
     found = []
     for line in csv.strip().splitlines():
         uuid, _, rest = line.partition(",")
@@ -119,7 +119,7 @@ def _gpu(line: str) -> Gpu:
         major, minor = map(int, capability.split("."))
         memory_bytes, free_bytes = int(total) << 20, int(free) << 20
     except ValueError as error:
-        raise ValueError(f"nvidia-smi says {line!r}, which is not {', '.join(_GPU_FIELDS)}") from error
+        raise ValueError(f"nvidia-smi printed {line!r} instead of {', '.join(_GPU_FIELDS)}") from error
     return Gpu(
         index=int(index),
         name=name,

@@ -10,14 +10,14 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 _pinned: dict[int, memoryview] = {}
-"""Registered memory by address, which therefore stays mapped. If it were unmapped, CUDA would take later memory at the
-same address for it, and would copy the bytes of the old pages to a GPU."""
+"""Address → registered memory, which therefore stays mapped. Otherwise CUDA would take later memory at the same address
+for it, and would copy the bytes of the old pages to a GPU."""
 
 
 def pin(memory: memoryview) -> Callable[[], None]:
     """Register memory with CUDA for the current device. Return a function that unregisters it.
 
-    The memory stays mapped until that function is called. Raises OSError if CUDA refuses, and ValueError for read-only
+    The memory stays mapped until that function succeeds. Raises OSError if CUDA refuses, and ValueError for read-only
     memory.
     """
     import numpy as np
@@ -36,8 +36,9 @@ def pin(memory: memoryview) -> Callable[[], None]:
     def unpin() -> None:
         if failed := int(cudart.cudaHostUnregister(address)):
             _forget_error()
-            logger.warning("CUDA does not unpin %d bytes of shared memory: error %d", nbytes, failed)
-        _pinned.pop(address, None)
+            logger.warning("CUDA does not unpin %d bytes of shared memory: error %d; they stay mapped", nbytes, failed)
+        else:
+            _pinned.pop(address, None)
 
     return unpin
 

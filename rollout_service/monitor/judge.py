@@ -28,11 +28,11 @@ class Judge:
         if not self.is_suspect(sums, before is not None):
             entry.suspect_since = None
             if before is not None:
-                logger.warning("%s is not suspect any more: %s", _name(key), self._figures(sums))
+                logger.warning("%s is no longer suspect: %s", _name(key), self._figures(sums))
         elif before is None:
             entry.suspect_since = time.time()
             logger.warning(
-                "%s is suspect since %s: %s. A broken update, unless every version and replica is like that",
+                "%s is suspect since %s: %s. If other versions or replicas are not suspect, this update is broken",
                 _name(key),
                 datetime.fromtimestamp(entry.suspect_since, UTC).isoformat(timespec="seconds"),
                 self._figures(sums),

@@ -93,11 +93,12 @@ class VersionTable:
 
     def by_kv_age(self, since: int) -> dict[int, Sums]:
         """Return the sums of the tokens of ``since`` and newer versions, by the age of their keys and values."""
-        found = Statistics()
+        found: dict[int, Sums] = {}
         for key, entry in self._entries():
             if key.version >= since:
-                found.merge(entry.statistics)
-        return found.by_age
+                for age, sums in entry.statistics.by_age.items():
+                    found[age] = found.get(age, Sums()) + sums
+        return found
 
     def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
         """Return the suspicions by version."""

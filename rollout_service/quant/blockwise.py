@@ -27,7 +27,8 @@ CODES = torch.float8_e4m3fn
 _EXPONENT_BF16 = 0x7F80
 """All ones: NaN or infinity."""
 _PIECE_BYTES = 1 << 18
-_JOINED_BYTES = 4 << 20
+"""Bytes that are checked at a time: they fit into a core's cache."""
+_SMALL_BYTES = 4 << 20
 """Size in bytes below which tensors are concatenated before a check: on a GPU the copy is faster than another kernel
 launch."""
 
@@ -78,7 +79,7 @@ def dequantize_blockwise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Ten
 
 def require_finite(weight: torch.Tensor, name: str) -> None:
     """Raise QuantizationError with the first index of ``weight`` that is NaN or infinite after rounding to BF16."""
-    if _is_finite_bf16(weight):
+    if _is_surely_finite(weight):
         return
     finite = torch.isfinite(weight.to(torch.bfloat16))
     if not bool(finite.all()):
@@ -90,8 +91,8 @@ def require_finite(weight: torch.Tensor, name: str) -> None:
         )
 
 
-def _is_finite_bf16(weight: torch.Tensor) -> bool:
-    """Return True for finite weights on a GPU, or in BF16 on the CPU; False for non-finite or other weights."""
+def _is_surely_finite(weight: torch.Tensor) -> bool:
+    """Return True if a fast check finds the weight finite; False if it is not, or without a fast check."""
     if weight.is_cuda:
         return bool(are_finite([weight]))
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
@@ -119,7 +120,7 @@ def concatenate_small(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]
     tensors on a GPU are checked with a few kernels."""
     small: dict[torch.dtype, list[torch.Tensor]] = {}
     for weight in tensors:
-        if weight.nbytes > _JOINED_BYTES:
+        if weight.nbytes > _SMALL_BYTES:
             yield weight.detach().reshape(-1)
         elif weight.numel():
             small.setdefault(weight.dtype, []).append(weight.detach().reshape(-1))
@@ -129,7 +130,7 @@ def concatenate_small(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]
 
 def any_has_all_bits(numbers: npt.NDArray[np.integer], bits: int) -> bool:
     """Return True if any of these integers, in one dimension, has all of ``bits`` set."""
-    # in pieces that fit into a core's cache, without torch, whose threads wait for each other: 20 times as fast
+    # 20 times as fast as torch, whose threads wait for each other
     step = _PIECE_BYTES // numbers.itemsize
     pieces = (numbers[start : start + step] for start in range(0, numbers.size, step))
     return any((piece & bits).max() == bits for piece in pieces)

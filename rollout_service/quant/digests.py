@@ -73,11 +73,11 @@ class Hashing:
 
     ``groups``: each has ranges, or int64 [runs, 2] of their addresses and sizes. ``device``: the CPU in Triton's
     interpreter. Raises RuntimeError if the kernel's results differ from xxhash on the device, which is tested once per
-    process; ``is_tried``: this is the test itself.
+    process; ``is_self_test``: this is that test.
     """
 
-    def __init__(self, groups: Sequence[Runs], device: torch.device, *, is_tried: bool = False) -> None:
-        if not is_tried:
+    def __init__(self, groups: Sequence[Runs], device: torch.device, *, is_self_test: bool = False) -> None:
+        if not is_self_test:
             _require_equal_digests(device)
         of_groups = [np.asarray(group, np.int64).reshape(-1, 2) for group in groups]
         runs = np.concatenate(of_groups) if of_groups else np.empty((0, 2), np.int64)
@@ -150,13 +150,13 @@ def _words_on(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(_TABLE).to(device)
 
 
-_trying = threading.Lock()
+_testing = threading.Lock()
 _tried: set[torch.device] = set()
 
 
 def _require_equal_digests(device: torch.device) -> None:
     """Raise RuntimeError if the kernel's results differ from xxhash on ``device``. Tested once per process."""
-    with _trying:
+    with _testing:
         if device in _tried:
             return
         data = np.random.default_rng(0).integers(0, 256, 20_000, np.uint8)
@@ -164,10 +164,12 @@ def _require_equal_digests(device: torch.device) -> None:
         places = [(0, 20_000), (8, 1024), (16, 1025), (3, 4096), (7, 241), (5, 10_000), (9, 12)]
         held = [data[start : start + nbytes].data for start, nbytes in places]
         runs = [Run(there.data_ptr() + start, nbytes) for start, nbytes in places]
-        hashing = Hashing([runs], device, is_tried=True)
+        hashing = Hashing([runs], device, is_self_test=True)
         hashing.queue(0)
         if hashing.read(held.__getitem__) != b"".join(map(xxhash.xxh3_128_digest, held)):
-            raise RuntimeError(f"the kernel that hashes on {device} does not give the digests of xxhash: report this")
+            raise RuntimeError(
+                f"the hash kernel on {device} gives other digests than xxhash: report this, with the GPU and the driver"
+            )
         _tried.add(device)
 
 

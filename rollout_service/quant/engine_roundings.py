@@ -303,24 +303,29 @@ class _RoundingAttention:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._models: dict[str, Counter[nn.Module]] = {}
+        self._rounding: dict[str, Counter[nn.Module]] = {}
         """Kernel → attention modules that round, each with the number of ``engine_roundings`` calls."""
         self._registered: dict[str, ExitStack] = {}
 
     def enter(self, kernel: str, modules: Collection[nn.Module]) -> None:
         with self._lock:
+            rounding = self._rounding.setdefault(kernel, Counter())
             if kernel not in self._registered:
-                rounding = self._models[kernel] = Counter()
                 self._registered[kernel] = ExitStack()
                 self._registered[kernel].enter_context(
                     registered_attention(kernel, lambda own: _rounding_attention(own, rounding))
                 )
-            self._models[kernel].update(modules)
+            rounding.update(modules)
 
     def leave(self, kernel: str, modules: Collection[nn.Module]) -> None:
         with self._lock:
-            self._models[kernel].subtract(modules)
-            if not any(self._models[kernel].values()):
+            rounding = self._rounding[kernel]
+            rounding.subtract(modules)
+            for module in modules:  # a module with the count 0 would stay in memory, with its weights
+                if not rounding[module]:
+                    del rounding[module]
+            if not rounding:
+                del self._rounding[kernel]
                 self._registered.pop(kernel).close()
 
 
@@ -334,8 +339,6 @@ def _rounding_attention(own: AttentionFunction | None, rounding: Mapping[nn.Modu
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         attend = own or eager_attention(module)
-        if attend is None:
-            raise ValueError(f"{type(module).__name__} has no eager attention: load it with attn_implementation='sdpa'")
         if not rounding.get(module):
             return attend(module, query, key, value, *args, **kwargs)
         rounded = result_dtype(module.o_proj.weight)

@@ -4,7 +4,7 @@ A Hopper's tensor cores accumulate FP8 products with about 14 bits (DeepSeek-V3'
 does not always hide this error, so only the same instructions give the engine's results, not even fp32 does. Like
 CUTLASS's kernel, this one starts each block of 128 from zero, multiplies its sum by the product of both scales, and
 adds it in fp32 with one rounding. vLLM's Triton kernel for experts multiplies with one scale after the other. Results
-do not depend on the tile. ``tests/gpu/test_fake_quant.py`` checks for equal bits, and passed on an H200.
+do not depend on the tile. ``tests/gpu/test_fake_quant.py`` checks for equal bits.
 """
 
 import torch

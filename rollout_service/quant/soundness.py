@@ -24,13 +24,13 @@ _ALIGNED_BYTES = 16
 
 
 class Allowed(NamedTuple):
-    """Valid elements x, as signed integers: ``least <= x & looked_at <= most``, and ``x & zeros == 0``."""
+    """Valid elements x, as signed integers: ``minimum <= x & mask <= maximum``, and ``x & zero_bits == 0``."""
 
     itemsize: int
-    looked_at: int
-    least: int
-    most: int
-    zeros: int = 0
+    mask: int
+    minimum: int
+    maximum: int
+    zero_bits: int = 0
 
 
 FINITE_WEIGHTS = {
@@ -48,8 +48,8 @@ FINITE_SCALES = Allowed(4, -1, 0, 0x7F7FFFFF)
 def scales(largest: float, *, power_of_two: bool) -> Allowed:
     """Return the conditions for fp32 scales: normal, positive and at most ``largest``."""
     smallest = torch.finfo(torch.float32).tiny
-    least, most = np.array([smallest, largest], np.float32).view(np.int32).tolist()
-    return Allowed(4, -1, least, most, 0x7FFFFF if power_of_two else 0)
+    minimum, maximum = np.array([smallest, largest], np.float32).view(np.int32).tolist()
+    return Allowed(4, -1, minimum, maximum, 0x7FFFFF if power_of_two else 0)
 
 
 class Numbers(NamedTuple):
@@ -78,7 +78,7 @@ def are_allowed(table: npt.NDArray[np.int64], device: torch.device) -> torch.Ten
             if chosen.any():
                 rows = queued_to(device, torch.from_numpy(tiles[chosen]))
                 with on_device(device):
-                    find_others[(len(rows),)](
+                    find_invalid[(len(rows),)](
                         rows, found, DTYPE=dtype, ALIGNED=is_aligned, TILE=_TILE_BYTES // itemsize
                     )
     return found[0] == 0
@@ -95,7 +95,7 @@ def _tiles(table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 @triton.jit
-def find_others(table, found, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+def find_invalid(table, found, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     """Set ``found`` int32 [1] to 1 if any number is invalid. One tile per program; ``table`` as of ``table_of``.
 
     ``ALIGNED``: every address is a multiple of 16.
@@ -105,14 +105,14 @@ def find_others(table, found, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TILE: 
     if ALIGNED:
         numbers = tl.multiple_of(numbers, 16)
     count = tl.load(entry + 1)
-    looked_at = tl.load(entry + 3).to(tl.int32)
-    least = tl.load(entry + 4).to(tl.int32)
-    most = tl.load(entry + 5).to(tl.int32)
-    zeros = tl.load(entry + 6).to(tl.int32)
+    mask = tl.load(entry + 3).to(tl.int32)
+    minimum = tl.load(entry + 4).to(tl.int32)
+    maximum = tl.load(entry + 5).to(tl.int32)
+    zero_bits = tl.load(entry + 6).to(tl.int32)
     element = tl.arange(0, TILE)
     inside = element < count
     bits = tl.load(numbers + element, mask=inside, other=0).to(tl.int32)
-    compared = bits & looked_at
-    is_other = inside & ((compared < least) | (compared > most) | ((bits & zeros) != 0))
-    if tl.max(is_other.to(tl.int32), 0) > 0:
+    compared = bits & mask
+    is_invalid = inside & ((compared < minimum) | (compared > maximum) | ((bits & zero_bits) != 0))
+    if tl.max(is_invalid.to(tl.int32), 0) > 0:
         tl.store(found, 1)

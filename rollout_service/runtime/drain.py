@@ -20,8 +20,8 @@ from rollout_service.errors import NotReady
 
 logger = logging.getLogger(__name__)
 
-_FOR_WORK = 2 / 3
-"""Share of the time in which running work may continue; in the rest replies are sent and engine processes end."""
+_WORK_SHARE = 2 / 3
+"""Share of the drain's time in which work may continue; in the rest, replies are sent and engine processes end."""
 _EXIT_STATUS = 128 + signal.SIGTERM
 
 
@@ -39,7 +39,7 @@ class Drain:
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """``timeout_s``: time from the signal to the end of the process. ``clock``: in seconds."""
-        self.work_s = timeout_s * _FOR_WORK
+        self.work_s = timeout_s * _WORK_SHARE
         """Time in seconds that running work may continue."""
         self.ending_s = timeout_s - self.work_s
         """Time in seconds after that for replies and engine processes."""
@@ -48,7 +48,7 @@ class Drain:
         self._work: Callable[[], Coroutine[object, None, None]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._told = False
+        self._was_signalled = False
 
     def begin_on_sigterm(self) -> None:
         """Handle SIGTERM; call it first. Until ``serves`` is called, SIGTERM ends the process at once."""
@@ -63,7 +63,7 @@ class Drain:
         if self.begun or self._work is None:
             return
         logger.warning(
-            "SIGTERM: what runs may go on for %g s, and this process for %g s more", self.work_s, self.ending_s
+            "SIGTERM: running work may continue for %g s; the process ends %g s later", self.work_s, self.ending_s
         )
         self._deadline = self._clock() + self.work_s
         self._task = asyncio.create_task(self._work())
@@ -87,31 +87,31 @@ class Drain:
     def check_health(self) -> None:
         """Raise NotReady once the drain has begun: Serve then replaces this replica."""
         if self.begun:
-            raise NotReady(f"process {os.getpid()} drains after SIGTERM: another one replaces it")
+            raise NotReady(f"process {os.getpid()} is draining after SIGTERM: Serve replaces it")
 
     def _handle_signal(self) -> None:
         """Handle the signal, on its own thread: a blocked event loop must not keep the process from ending."""
         if self._loop is None:
-            _exit("before it served anybody")
-        elif not self._told:
-            self._told = True
+            _exit("while it started")
+        elif not self._was_signalled:
+            self._was_signalled = True
             _end_in(self.work_s + self.ending_s)
             self._loop.call_soon_threadsafe(self.begin)
 
     def _end_after_work(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("what a drain was to do failed", exc_info=error)
-        if self._told:
+            logger.error("the drain's work failed; the process ends anyway", exc_info=error)
+        if self._was_signalled:
             _end_in(self.ending_s)
 
 
 def end_on_sigterm() -> None:
     """End this process at once when it gets SIGTERM. May be called from any thread."""
-    _on_sigterm(lambda: _exit("and has nothing to finish"))
+    _on_sigterm(lambda: _exit("with nothing to finish"))
 
 
 def _end_in(seconds: float) -> None:
-    timer = threading.Timer(seconds, _exit, ["and nobody has stopped it since its time was up"])
+    timer = threading.Timer(seconds, _exit, ["and was not stopped before its drain ended"])
     timer.daemon = True  # otherwise it would delay a process that ends in another way
     timer.start()
 
@@ -135,5 +135,5 @@ def end_process(status: int) -> None:
 
 
 def _exit(when: str) -> None:
-    logger.warning("process %d got SIGTERM %s: it ends now", os.getpid(), when)
+    logger.warning("process %d ends now: it got SIGTERM %s", os.getpid(), when)
     end_process(_EXIT_STATUS)

@@ -7,7 +7,7 @@ from rollout_service.protocol.base import Frozen
 
 _HOST = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_ABOUT_UNLIMITED = 1 << 60
+_UNLIMITED = 1 << 60
 
 
 class Memory(Frozen):
@@ -38,7 +38,7 @@ def memory() -> Memory:
         return Memory(total_bytes=total, used_bytes=used, kill_at=float(threshold))
     except ValueError as error:
         raise ValueError(
-            f"RAY_memory_usage_threshold={threshold} is no number: set it to a share such as 0.95"
+            f"RAY_memory_usage_threshold={threshold} is not a number: set it to a share such as 0.95"
         ) from error
 
 
@@ -49,10 +49,10 @@ def _cgroup_memory() -> tuple[int, int]:
         (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
-            most = (folder / limit).read_text().strip()
+            limit_text = (folder / limit).read_text().strip()
             used = int((folder / usage).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except OSError:
             continue
-        return (_ABOUT_UNLIMITED if most == "max" else int(most)), used - int(stat.get(reclaimable, 0))
-    return _ABOUT_UNLIMITED, 0
+        return (_UNLIMITED if limit_text == "max" else int(limit_text)), used - int(stat.get(reclaimable, 0))
+    return _UNLIMITED, 0

@@ -1,4 +1,4 @@
-"""Information between this process's routers and the gateway: the replica of each call, and the known replicas.
+"""State that the gateway shares with Serve's routers in its process: the replica of each call, and the known replicas.
 
 Routers run on one of Serve's threads.
 """
@@ -60,21 +60,21 @@ class Ledger:
         sequences: int,
         session: str | None,
         now: float,
-        begins: tuple[int, ...] = (),
+        prefixes: tuple[int, ...] = (),
     ) -> None:
         """Count a call as in flight from the moment of choice: the next choice may come before it is sent.
 
-        ``begins``: the ``prefixes`` of its prompt.
+        ``prefixes``: hashes of its prompt's prefixes, see ``fleet/routing.py``.
         """
         with self._lock:
             self.complete(call_id)
-            self._sent[call_id] = _Sent(replica_id, sequences, session, now, begins)
+            self._sent[call_id] = _Sent(replica_id, sequences, session, now, prefixes)
             self._own[replica_id] = self._own.get(replica_id, 0) + sequences
             self._choices += 1
             self._turns[replica_id] = self._choices
             if session is not None:
                 _remember(self._sessions, session, replica_id, MAX_SESSIONS)
-            for prefix in begins:
+            for prefix in prefixes:
                 _remember(self._prefixes, prefix, replica_id, MAX_PREFIXES)
 
     def arrive(self, call_id: CallId, replica_id: str) -> None:
@@ -131,16 +131,16 @@ class Ledger:
         """Return the replica of the session's last call; it may have left."""
         return None if session is None else self._sessions.get(session)
 
-    def replica_with(self, begins: Iterable[int]) -> str | None:
+    def replica_with(self, prefixes: Iterable[int]) -> str | None:
         """Return the replica of the last prompt with the longest shared prefix; it may have left."""
         with self._lock:
-            return next((self._prefixes[prefix] for prefix in begins if prefix in self._prefixes), None)
+            return next((self._prefixes[prefix] for prefix in prefixes if prefix in self._prefixes), None)
 
 
-def _remember(held: OrderedDict[_Key, str], key: _Key, replica_id: str, most: int) -> None:
+def _remember(held: OrderedDict[_Key, str], key: _Key, replica_id: str, max_items: int) -> None:
     held[key] = replica_id
     held.move_to_end(key)
-    if len(held) > most:
+    if len(held) > max_items:
         held.popitem(last=False)
 
 
@@ -216,8 +216,8 @@ class RoutedFleet:
             limit: ``engine.admission_limit``.
             share: The part of the limit that is reserved for this gateway.
         """
-        sound = [each for each in self.replicas.values() if each.state not in ("failed", "draining")]
-        return sum(max(limit - each.others, share) for each in sound)
+        usable = [each for each in self.replicas.values() if each.state not in ("failed", "draining")]
+        return sum(max(limit - each.others, share) for each in usable)
 
 
 def _without_load(replicas: Mapping[str, RoutedReplica]) -> dict[str, tuple[str, int | None]]:

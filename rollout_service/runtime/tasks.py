@@ -10,7 +10,7 @@ from rollout_service.errors import NotReady, RolloutServiceError
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-_LONGEST_WAIT = 64
+_MAX_WAIT = 64
 """Maximum wait after failures, in multiples of ``wait_s``."""
 
 
@@ -24,6 +24,18 @@ async def raise_first_failure() -> AsyncIterator[asyncio.TaskGroup]:
     except ExceptionGroup as failures:
         first = failures.exceptions[0]
     raise first
+
+
+def start_watch(name: str, work: Coroutine[object, None, None]) -> asyncio.Task[None]:
+    """Start work of a process's whole life in the background. If it fails, log the error. ``name``: for messages."""
+
+    def log_failure(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s has failed, and is not started again: restart this process", name, exc_info=error)
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(log_failure)
+    return task
 
 
 class ShieldedTasks:
@@ -57,7 +69,7 @@ class RepeatedTask:
 
     def begin(self) -> None:
         """Start the task."""
-        self._task = asyncio.create_task(self._repeat())
+        self._task = start_watch(self._name, self._repeat())
 
     def end(self) -> None:
         """Cancel the task."""
@@ -67,7 +79,7 @@ class RepeatedTask:
     def check(self) -> None:
         """Raise RolloutServiceError if the task has ended."""
         if self._task is not None and self._task.done():
-            raise RolloutServiceError(f"{self._name}: the task for that has ended")
+            raise RolloutServiceError(f"{self._name} has stopped: its task ended; restart this process")
 
     async def _repeat(self) -> None:
         wait_s = self._wait_s
@@ -78,7 +90,7 @@ class RepeatedTask:
             except (RolloutServiceError, OSError) as error:  # the next turn tries again
                 if str(error) != str(self.problem):
                     logger.warning("%s has failed, and is tried again: %s", self._name, error)
-                self.problem, wait_s = error, min(2 * wait_s, _LONGEST_WAIT * self._wait_s)
+                self.problem, wait_s = error, min(2 * wait_s, _MAX_WAIT * self._wait_s)
                 await asyncio.sleep(wait_s)
 
 

@@ -12,7 +12,7 @@ _Arguments = ParamSpec("_Arguments")
 
 STRETCH_BYTES = 64 << 20
 """Bytes per thread of a tensor that several threads share (``stretches``)."""
-_MOST = 8
+_MAX_IO = 8
 """Maximum number of threads; more do not read memory faster."""
 _MAX_COMPUTING = 16
 """Maximum number of computing threads; with more, they mostly wait for the GIL."""
@@ -20,7 +20,7 @@ _MAX_COMPUTING = 16
 
 def io_threads() -> int:
     """Return the number of threads for I/O: half of the usable cores, since an engine or a trainer also needs some."""
-    return max(1, min(_MOST, _usable_cores() // 2))
+    return max(1, min(_MAX_IO, _usable_cores() // 2))
 
 
 def compute_threads() -> int:

@@ -26,14 +26,17 @@ MAX_SESSIONS = 65536
 MAX_BYTES = 4 << 30
 """Maximum bytes of all turns. A turn with 8000 new prompt tokens and 1000 reply tokens takes about 50 KB."""
 _EXPIRE_EVERY_S = 1.0
+"""Minimum time in seconds between two searches for expired sessions while calls come."""
 _MAX_TURN_S = 24 * 3600.0
-"""Time in seconds for which a running turn keeps its session at most, in case its gateway was killed."""
+"""Maximum time in seconds for which a running turn keeps its session, in case its gateway was killed."""
 _EXPIRE_IDLE_S = 60.0
 """Time in seconds after which expired sessions are dropped if no call comes."""
 
 
 @dataclass
-class _Open:
+class _Session:
+    """An open session."""
+
     ttl_s: float
     touched: float
     turns: list[CompactTurn] = field(default_factory=list)
@@ -73,10 +76,13 @@ class SessionStore:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, most: int = MAX_SESSIONS, most_bytes: int = MAX_BYTES
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        max_sessions: int = MAX_SESSIONS,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
-        self._clock, self._most, self._most_bytes = clock, most, most_bytes
-        self._open: dict[str, _Open] = {}
+        self._clock, self._max_sessions, self._max_bytes = clock, max_sessions, max_bytes
+        self._open: dict[str, _Session] = {}
         self._nbytes = 0
         self._expired_at = clock()
         self._timer: asyncio.TimerHandle | None = None
@@ -88,11 +94,11 @@ class SessionStore:
         session_id = wanted.session_id or uuid.uuid4().hex
         if session_id in self._open:
             raise VersionConflict(f"session {session_id} is open: choose another name, or DELETE it first")
-        if len(self._open) >= self._most:
+        if len(self._open) >= self._max_sessions:
             raise Overloaded(
                 f"{len(self._open)} sessions are open, which is the limit: DELETE sessions that you have read"
             )
-        self._open[session_id] = _Open(wanted.ttl_s, self._clock())
+        self._open[session_id] = _Session(wanted.ttl_s, self._clock())
         if self._timer is None:
             self._expire_later()
         return session_id
@@ -162,7 +168,7 @@ class SessionStore:
         """The number of open sessions."""
         return len(self._open)
 
-    def _session(self, session_id: str) -> _Open:
+    def _session(self, session_id: str) -> _Session:
         found, now = self._open.get(session_id), self._clock()
         if now - self._expired_at >= _EXPIRE_EVERY_S:
             self._expire()
@@ -174,17 +180,17 @@ class SessionStore:
         return found
 
     def _require_room(self, nbytes: int) -> None:
-        if self._nbytes + nbytes > self._most_bytes:
+        if self._nbytes + nbytes > self._max_bytes:
             self._expire()
-        if self._nbytes + nbytes > self._most_bytes:
+        if self._nbytes + nbytes > self._max_bytes:
             raise Overloaded(
-                f"the open sessions hold {self._nbytes} bytes of at most {self._most_bytes}: DELETE some of them"
+                f"the open sessions hold {self._nbytes} bytes of at most {self._max_bytes}: DELETE some of them"
             )
 
     def _expire(self) -> None:
         self._expired_at = now = self._clock()
-        late = [name for name, session in self._open.items() if session.is_expired(now)]
-        for name in late:
+        expired = [name for name, session in self._open.items() if session.is_expired(now)]
+        for name in expired:
             self._nbytes -= self._open.pop(name).nbytes
 
     def _expire_later(self) -> None:

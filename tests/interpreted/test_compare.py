@@ -182,14 +182,14 @@ def test_prepare_launches_every_form_of_each_kernel(monkeypatch):
     monkeypatch.setattr(digests, "_tried", set())
     launched = {
         name: launches_of(module, name, monkeypatch)
-        for module, name in [(grouped_difference, "subtract_tiles"), (grouped_difference, "take_apart"),
+        for module, name in [(grouped_difference, "subtract_tiles"), (grouped_difference, "encode_changes"),
                              (digests, "add_up")]
     }  # fmt: skip
     prepare(None)
     sizes = {1, 2, 4}
     alignments = {(size, aligned) for size in sizes for aligned in (0, 16 // size)}
     assert {((1 << 14) // each["TILE"], each["ALIGNED"]) for each in launched["subtract_tiles"]} == alignments
-    assert {each["ITEMSIZE"] for each in launched["take_apart"]} == sizes
+    assert {each["ITEMSIZE"] for each in launched["encode_changes"]} == sizes
     assert {each["ALIGNED"] for each in launched["add_up"]} == {True, False}
 
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from rollout_service.correction import SamplingSupport, TruncatedSamplingWarning, correct, preset
 from rollout_service.protocol import truncation
-from rollout_service.protocol.rollout import Completion, Span
+from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling_mask import pack, unpack
+from tests.unit.fleet.completions import completion_of
 
 VOCABULARY = 12
 COMPLETIONS = st.lists(
@@ -23,15 +24,8 @@ COMPLETIONS = st.lists(
 
 def made(*chunks: str) -> Completion:
     """A completion with these masks, whatever its tokens are; without any, one that was cut off before its first."""
-    num_tokens = len(unpack(chunks)[0])
-    return Completion(
-        index=0,
-        token_ids=(0,) * num_tokens,
-        logprobs=(0.0,) * num_tokens,
-        finish_reason="length",
-        spans=(Span(version=1, start=0, end=num_tokens),) if num_tokens else (),
-        packed_sampling_mask=chunks or None,
-    )
+    tokens = [0] * len(unpack(chunks)[0])
+    return completion_of(tokens).model_copy(update={"packed_sampling_mask": chunks or None})
 
 
 def batch(kept: list[list[list[int]]], seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -74,9 +74,9 @@ def test_a_weight_on_a_bound_is_within():
         (ImportanceWeights, {"upper": None}, "upper=None must be a positive number"),
         (ImportanceWeights, {"lower": -1.0}, "lower=-1.0 must be a positive number"),
         (ImportanceWeights, {"lower": 3.0}, "lower=3.0 is above upper=2.0"),
-        (GammaWeights, {"k_pos": 0.0}, "GammaWeights k_pos: .* must be a positive number"),
-        (GammaWeights, {"k_neg": None}, "GammaWeights k_neg: .* must be a positive number"),
-        (GammaWeights, {"lambda_neg": math.inf}, "GammaWeights lambda_neg: .* must be finite"),
+        (GammaWeights, {"k_pos": 0.0}, "GammaWeights: k_pos=0.0 must be a positive number"),
+        (GammaWeights, {"k_neg": None}, "GammaWeights: k_neg=None must be a positive number"),
+        (GammaWeights, {"lambda_neg": math.inf}, "GammaWeights: lambda_neg=inf must be finite"),
     ],
 )
 def test_weights_that_make_no_sense_are_refused(kind, arguments, message):

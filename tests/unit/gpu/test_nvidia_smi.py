@@ -32,7 +32,7 @@ def test_a_driver_that_fails_is_told(program):
     with pytest.raises(OSError, match=r"exit status 18: Failed .*,uuid --format=csv,noheader,nounits"):
         nvidia_smi.gpus()
     assert machine.is_gpu_host()
-    with pytest.raises(ValueError, match=r"'0, GB10, \[N/A\].*' *, which is not index, name"):
+    with pytest.raises(ValueError, match=r"'0, GB10, \[N/A\].*' instead of index, name"):
         nvidia_smi.gpus_from("0, GB10, [N/A], [N/A], 12.1, 580.1, GPU-a")
 
 

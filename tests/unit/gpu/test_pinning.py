@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from rollout_service.client._shared_memory import HostMemory
+from rollout_service.gpu import pinning
 from rollout_service.gpu.pinning import pin, pin_if_possible, take_host_memory
 
-ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
+ALREADY_REGISTERED, NOT_REGISTERED, ILLEGAL_ADDRESS = 712, 713, 700
 
 
 class Cudart:
@@ -57,6 +58,17 @@ def test_memory_stays_mapped_until_it_is_unregistered(cudart):
     unpin()
     gc.collect()
     assert mapped() is None and not cudart.registered
+
+
+def test_memory_that_cuda_does_not_unregister_stays_mapped(cudart, monkeypatch):
+    monkeypatch.setattr(pinning, "_pinned", {})
+    memory = take_host_memory(1 << 20)
+    mapped, unpin = weakref.ref(memory.obj), pin(memory)
+    del memory
+    cudart.last_error = ILLEGAL_ADDRESS
+    unpin()
+    gc.collect()
+    assert mapped() is not None
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "forgotten"])

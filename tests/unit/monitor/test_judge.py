@@ -66,7 +66,7 @@ def test_a_suspect_replica_and_its_recovery_are_each_logged_once(caplog):
     turned, cleared = [record.getMessage() for record in caplog.records]
     assert "weight version 12 on replica engine#3 is suspect since 20" in turned
     assert "k3 0.1487 (threshold 0.01)" in turned and "over 100 tokens" in turned
-    assert "weight version 12 on replica engine#3 is not suspect any more" in cleared
+    assert "weight version 12 on replica engine#3 is no longer suspect" in cleared
 
 
 TOKENS = 100

@@ -62,7 +62,7 @@ class CompiledEngine:
         heads = []
         for name in ("q", "k", "v"):
             layer = getattr(attention, f"{name}_proj")
-            head = self._linear(layer, inputs, fused=self._fuses, keeps_sum=name == "k" and self._without != "bias")
+            head = self._linear(layer, inputs, fused=self._fuses, keeps_sum=name == "k")
             head = head.unflatten(-1, (-1, attention.head_dim))
             norm = getattr(attention, f"{name}_norm", None)
             if norm is not None:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from rollout_service.errors import QuantizationError
 from rollout_service.quant.blockwise import (
@@ -37,13 +36,6 @@ class TestFormat:
         for code, value in enumerate(read):
             expected = e4m3.value_of(code)
             assert (expected is None and value != value) or Fraction(value) == expected, code
-
-    @given(st.floats(0, 448, width=32))
-    def test_the_fast_test_encoder_agrees_with_exact_fractions(self, x):
-        assert e4m3.encode(np.array([x, -x], dtype=np.float32)).tolist() == [
-            (code := e4m3.nearest_code(Fraction(x))),
-            code | e4m3.SIGN,
-        ]
 
     def test_every_code_value_comes_back_as_its_own_code(self):
         weight = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -3,6 +3,8 @@
 That these are the places where vLLM rounds is tested against engines, tests/engine/test_trainer_as_engine.py.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -156,6 +158,15 @@ class TestForward:
         second.remove()
         second.remove()
         assert torch.equal(logits(reference), before)
+
+    def test_a_removed_model_can_be_freed(self):
+        policy, reference = made("llama"), made("qwen3")
+        with engine_roundings(reference):
+            engine_roundings(policy).remove()
+            weight = weakref.ref(policy.model.layers[0].self_attn.q_proj.weight)
+            del policy
+            gc.collect()
+            assert weight() is None
 
 
 class TestBackward:

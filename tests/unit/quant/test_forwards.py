@@ -1,4 +1,7 @@
-"""A trainer computes PEFT's adapters with vLLM's own arithmetic, and their gradients pass straight through."""
+"""A trainer computes PEFT's adapters as the engine does, and their gradients pass straight through.
+
+That this is vLLM's arithmetic is tested against engines, tests/engine/test_adapters.py.
+"""
 
 from typing import Any
 
@@ -7,7 +10,6 @@ import torch
 from peft import AdaLoraConfig, LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
-from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
 
 from rollout_service.config import ServiceConfig
 from rollout_service.model.served_model import ServedModel
@@ -16,8 +18,6 @@ from rollout_service.quant.fake_quant import fake_quant
 from tests.support.models import make_model
 
 RECIPE = TrainerRecipe(weights="fp8_block", quantized=("layer.weight",))
-MAX_RANK = 8
-"""Rank of the engine's matrices, which pad an adapter of rank 4 with zeros."""
 
 
 def adapted(dtype: torch.dtype = torch.bfloat16) -> tuple[PeftModel, Any]:
@@ -31,44 +31,17 @@ def adapted(dtype: torch.dtype = torch.bfloat16) -> tuple[PeftModel, Any]:
     return model, layer
 
 
-def of_vllm(base: torch.Tensor, hidden: torch.Tensor, layer: Any) -> torch.Tensor:
-    """The engine's result: its kernels for the CPU add an adapter in the second of two places to ``base``."""
-    a, b = (getattr(layer, name)["default"].weight.detach().bfloat16() for name in ("lora_A", "lora_B"))
-    a_stacked = torch.zeros(2, 1, MAX_RANK, a.shape[1], dtype=torch.bfloat16)
-    b_stacked = torch.zeros(2, 1, b.shape[0], MAX_RANK, dtype=torch.bfloat16)
-    a_stacked[1, 0, :4] = a
-    b_stacked[1, 0, :, :4] = b * layer.scaling["default"]  # vLLM's ``LoRALayerWeights.optimize``
-    places = torch.ones(len(hidden), dtype=torch.int64)
-    buffer, output = torch.zeros(len(hidden), MAX_RANK), base.clone()
-    bgmv_shrink(hidden, a_stacked, buffer, places, 1.0)
-    bgmv_expand_slice(buffer, b_stacked, output, places, 0, b.shape[0], add_inputs=True)
-    return output
-
-
-class TestForward:
-    def test_an_adapted_layer_has_the_result_of_vllms_kernels(self):
-        model, layer = adapted()
-        hidden = torch.randn(64, 256).bfloat16()
-        own = model(hidden)
-        with torch.no_grad(), fake_quant(model, RECIPE, roundings=False):
-            found = model(hidden)
-            with model.disable_adapter():
-                base = model(hidden)
-            by_peft = base + layer.lora_B["default"](layer.lora_A["default"](hidden.float())) * 1.5
-        expected = of_vllm(base, hidden, layer)
-        assert (found != expected).float().mean() < 1e-3  # another order of sums may end in another last bit
-        assert (by_peft.bfloat16() != expected).float().mean() > 0.05
-        assert torch.equal(model(hidden), own)
-
-    def test_an_fp32_model_under_autocast_computes_the_same(self):
-        in_fp32, _ = adapted(torch.float32)
-        in_bf16, layer = adapted()
-        layer.base_layer.weight.data = in_fp32.get_submodule("base_model.model.layer").base_layer.weight.data.bfloat16()
-        hidden = torch.randn(64, 256).bfloat16()
-        with torch.no_grad(), fake_quant(in_bf16, RECIPE, roundings=False):
-            expected = in_bf16(hidden)
-        with torch.no_grad(), fake_quant(in_fp32, RECIPE, roundings=False), torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(in_fp32(hidden.float()), expected)
+def test_an_fp32_model_under_autocast_computes_the_same():
+    in_fp32, _ = adapted(torch.float32)
+    in_bf16, layer = adapted()
+    layer.base_layer.weight.data = in_fp32.get_submodule("base_model.model.layer").base_layer.weight.data.bfloat16()
+    hidden = torch.randn(64, 256).bfloat16()
+    own = in_bf16(hidden)
+    with torch.no_grad(), fake_quant(in_bf16, RECIPE, roundings=False):
+        expected = in_bf16(hidden)
+    with torch.no_grad(), fake_quant(in_fp32, RECIPE, roundings=False), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(in_fp32(hidden.float()), expected)
+    assert torch.equal(in_bf16(hidden), own) and not torch.equal(own, expected)
 
 
 def test_gradients_are_those_of_the_rounded_matrices():

@@ -9,6 +9,7 @@ import pytest
 
 from rollout_service.errors import NotReady
 from rollout_service.runtime.drain import Drain
+from tests.support.clock import Clock
 
 LONG_S = 30.0
 
@@ -88,13 +89,6 @@ async def test_sigterm_ends_a_process_of_serve_at_once():
     assert output == ([], 128 + signal.SIGTERM)
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 async def test_a_drain_begins_once_and_then_fails_health_checks():
     clock, ran, going = Clock(), [], asyncio.Event()
 
@@ -102,18 +96,18 @@ async def test_a_drain_begins_once_and_then_fails_health_checks():
         ran.append(drain.left_s)
         await going.wait()
 
-    drain = Drain(45.0, clock)
+    drain = Drain(45.0, clock.monotonic)
     drain.serves(work)
     drain.check_health()
     assert not drain.begun and drain.left_s == float("inf")
     drain.begin()
-    with pytest.raises(NotReady, match="drains after SIGTERM"):
+    with pytest.raises(NotReady, match="is draining after SIGTERM"):
         drain.check_health()
-    clock.now += 10
+    clock.go_on(10.0)
     drain.begin()
     await asyncio.sleep(0)
     assert ran == [20.0] and drain.begun and not drain.done
-    clock.now += 30
+    clock.go_on(30.0)
     assert drain.left_s == 0
     going.set()
     await asyncio.sleep(0)

@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 
 import pytest
 
@@ -13,25 +14,16 @@ from rollout_service.runtime import logs
 from rollout_service.runtime.logs import TELL_VLLM, log_with_serve
 
 
-class Kept(logging.Handler):
-    """Keeps messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-        self.records.append(record)
+def messages(kept: BufferingHandler) -> list[str]:
+    return [record.getMessage() for record in kept.buffer]
 
 
 @pytest.fixture
-def serves() -> Iterator[Kept]:
+def serves() -> Iterator[BufferingHandler]:
     """Serve's logger as it is in a replica; both loggers are as before afterwards."""
     loggers = [logging.getLogger(name) for name in ("ray.serve", "rollout_service", "vllm", "uvicorn")]
     before = [(each.handlers, each.propagate, each.level) for each in loggers]
-    kept = Kept()
+    kept = BufferingHandler(10_000)
     filters = list(loggers[0].filters)
     loggers[0].handlers, loggers[0].propagate = [kept], False
     yield kept
@@ -47,7 +39,7 @@ def test_lines_from_serves_level_on_are_shown_once(serves, level, shown):
     log_with_serve()
     log_with_serve()
     logging.getLogger("rollout_service.engine.weight_sync").info("told")
-    assert serves.messages == shown
+    assert messages(serves) == shown
 
 
 class TestRefusals:
@@ -66,11 +58,11 @@ class TestRefusals:
             for _ in range(1000):
                 self.failed(Overloaded("full"))
             self.failed(TooEarly("behind\nby one"))
-            assert serves.messages == ["Overloaded: full", "TooEarly: behind by one"]
-            assert not any(record.exc_info for record in serves.records)
+            assert messages(serves) == ["Overloaded: full", "TooEarly: behind by one"]
+            assert not any(record.exc_info for record in serves.buffer)
             now = logs.QUIET_S
             self.failed(Overloaded("full again"))
-            assert serves.messages[-1] == "Overloaded: full again (999 more since the last such line)"
+            assert messages(serves)[-1] == "Overloaded: full again (999 more since the last such line)"
         finally:
             log.removeFilter(refusals)
 
@@ -78,12 +70,12 @@ class TestRefusals:
         log_with_serve()
         for _ in range(2):
             self.failed(KeyError("a bug"))
-        assert [bool(record.exc_info) for record in serves.records] == [True, True]
+        assert [bool(record.exc_info) for record in serves.buffer] == [True, True]
 
     def test_processes_of_serve_shorten_refusals(self, serves):
         log_with_serve()
         self.failed(EngineFailed("died"))
-        assert serves.messages == ["EngineFailed: died"]
+        assert messages(serves) == ["EngineFailed: died"]
 
 
 IN_A_REPLICA = """

@@ -17,7 +17,7 @@ def test_ray_s_threshold_is_the_environment_s(monkeypatch):
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.8")
     assert memory.memory().kill_at == 0.8
     monkeypatch.setenv("RAY_memory_usage_threshold", "95%")
-    with pytest.raises(ValueError, match="RAY_memory_usage_threshold=95% is no number"):
+    with pytest.raises(ValueError, match="RAY_memory_usage_threshold=95% is not a number"):
         memory.memory()
 
 

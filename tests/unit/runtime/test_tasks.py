@@ -5,11 +5,35 @@ import asyncio
 import pytest
 
 from rollout_service.errors import NotReady
-from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, ShieldedTasks
+from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, RepeatedTask, ShieldedTasks, start_watch
 
 LONG_S = 30.0
 LONGER_S = 2 * LONG_S
 """Waiting that ends by itself comes too late for a test."""
+
+
+class TestWatches:
+    async def test_an_error_that_ends_a_watch_is_logged(self, caplog):
+        async def fail() -> None:
+            raise KeyError("ours")
+
+        repeated = RepeatedTask("expiring uploads", fail, LONG_S)
+        repeated.begin()
+        watch = start_watch("counting reads", fail())
+        await asyncio.wait([watch, repeated._task])
+        await asyncio.sleep(0)
+        assert [each.message.partition(" has failed")[0] for each in caplog.records] == [
+            "expiring uploads",
+            "counting reads",
+        ]
+        assert all(each.exc_info[0] is KeyError for each in caplog.records)
+
+    async def test_a_cancelled_watch_is_not_logged(self, caplog):
+        watch = start_watch("counting reads", asyncio.Event().wait())
+        watch.cancel()
+        await asyncio.wait([watch])
+        await asyncio.sleep(0)
+        assert not caplog.records
 
 
 class TestShieldedTasks:

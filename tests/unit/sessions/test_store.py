@@ -87,7 +87,7 @@ async def test_a_session_ends_when_nothing_was_said_for_its_time():
 
 
 async def test_a_closed_session_is_gone_and_its_bytes_are_free():
-    sessions = await store(most_bytes=turn("ab").nbytes)
+    sessions = await store(max_bytes=turn("ab").nbytes)
     await sessions.add("s", [USER], None, [turn("ab")])
     with pytest.raises(Overloaded, match="DELETE some"):
         await sessions.add("s", [USER], None, [turn("a")])
@@ -140,7 +140,7 @@ async def test_choices_of_a_reply_share_its_prompt(parent):
 
 async def test_turns_of_expired_sessions_make_room():
     clock = Clock()
-    sessions = SessionStore(clock.monotonic, most_bytes=turn("ab").nbytes)
+    sessions = SessionStore(clock.monotonic, max_bytes=turn("ab").nbytes)
     await sessions.open(OpenSession(session_id="old", ttl_s=10.0))
     await sessions.open(OpenSession(session_id="s"))
     await sessions.add("old", [USER], None, [turn("ab")])
@@ -204,7 +204,7 @@ async def test_a_long_conversation_is_hashed_once(call):
 
 
 async def test_names_are_taken_once_and_their_number_is_bounded():
-    sessions = await store(most=2)
+    sessions = await store(max_sessions=2)
     with pytest.raises(VersionConflict, match="session s is open"):
         await sessions.open(OpenSession(session_id="s"))
     assert await sessions.open(OpenSession()) != "s"
