@@ -98,9 +98,9 @@ CLIENTS = (  # in the order of the table
     ),
     Client(
         "[AReaL](trainers/areal.md)",
-        "completions",
+        "completions, SGLang's `/generate`",
         "a folder",
-        "its remote vLLM engine, through an update; its SGLang calls as contracts",
+        "its remote engines, vLLM's and SGLang's, through an update",
         folder="areal",
     ),
     Client(

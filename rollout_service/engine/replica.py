@@ -41,6 +41,7 @@ from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.runtime.drain import Drain, end_process
 from rollout_service.runtime.logs import log_with_serve
 from rollout_service.runtime.rpc import EngineCalls, ingest_client, monitor_client, until_answered
+from rollout_service.runtime.tasks import start_watch
 from rollout_service.store.adapters import AdapterStore
 from rollout_service.store.node_cache import NodeCache, find_log
 from rollout_service.tracing import describe
@@ -96,9 +97,9 @@ class EngineReplica:
                         raise
                     choice = await choose_bf16(self._ingest, unfit.message, str(unfit.detail["judged_by"]), poll_s)
                     await self._start(model, choice, copies, announcement)
-            self._watching = asyncio.create_task(self._hand_over.watch(self._engine))
+            self._watching = start_watch("watching for a removal", self._hand_over.watch(self._engine))
             if "group" in self._engine.attention_backends:
-                self._counting = asyncio.create_task(watch_kv_reads(self._engine.kv_reads))
+                self._counting = start_watch("counting KV reads", watch_kv_reads(self._engine.kv_reads))
             self._drain.serves(self._end)
 
     async def _start(

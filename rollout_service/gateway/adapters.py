@@ -109,11 +109,12 @@ async def load_adapter(body: LoadAdapter, services: Here) -> PlainTextResponse:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-for _path in ("/v1/load_lora_adapter", "/load_lora_adapter"):  # vLLM's, TRL's and AReaL's; prime-rl's
+for _path in ("/v1/load_lora_adapter", "/load_lora_adapter"):  # vLLM's, TRL's and AReaL's; prime-rl's, SGLang's
     router.post(_path, responses=_SAID | documented(*_COMMIT_ERRORS, Forbidden))(load_adapter)
 
 
 @router.post("/v1/unload_lora_adapter", responses=_SAID | documented(NotFound))
+@router.post("/unload_lora_adapter", responses=_SAID | documented(NotFound))
 async def unload_adapter(body: UnloadAdapter, services: Here) -> PlainTextResponse:
     """Remove all versions of an adapter. Running rollouts finish."""
     await services.ingest.remove_adapter(body.lora_name)

@@ -117,8 +117,8 @@ class CompletionRequest(RolloutOptions, CommonSampling):
         fields = {name: getattr(self, name) for name in CommonSampling.model_fields}
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        return Sampling(**{**fields, "logprobs": self.candidates}, stop=stop, stop_token_ids=self.stop_token_ids or ())
+        ends = {"stop": self.stop or (), "stop_token_ids": self.stop_token_ids or ()}
+        return Sampling(**{**fields, "logprobs": self.candidates, **ends})
 
 
 class CompletionLogprobs(BaseModel):

@@ -37,6 +37,7 @@ from rollout_service.model.hub import with_model_here
 from rollout_service.runtime.connections import SERVED_FILES, raise_open_files
 from rollout_service.runtime.drain import Drain
 from rollout_service.runtime.logs import log_with_serve
+from rollout_service.runtime.tasks import start_watch
 from rollout_service.web.errors import install_error_handlers
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class GatewayReplica:
         self._app.add_middleware(self._open.middleware)
         self._standby = Standby(self._app)
         watches = (watch_controller, self._removal.watch, self._standby.watch, services.dispatcher.show_queue)
-        self._watching = [asyncio.create_task(watch()) for watch in watches]
+        self._watching = [start_watch(watch.__qualname__, watch()) for watch in watches]
         self._drain.serves(self._end)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -95,15 +95,15 @@ async def tokenize(
     if tokenizer is None:
         raise InvalidRequest(f"{services.name} has no tokenizer: send token ids instead of text")
     limit = BYTES_PER_TOKEN * services.max_model_len
-    for index, text in enumerate(texts):
-        nbytes = len(text.encode(errors="surrogatepass"))
-        if nbytes > limit:
-            too_long = ContextTooLong(
-                f"the prompt has {nbytes} bytes of text, and this model's maximum context length of "
-                f"{services.max_model_len} tokens holds at most {limit}: shorten it, or send its token ids",
-                {"prompt_bytes": nbytes, "limit_bytes": limit, "max_model_len": services.max_model_len},
-            )
-            raise of_prompt(too_long, [index], len(texts))
+    sizes = [len(text.encode(errors="surrogatepass")) for text in texts]
+    if too_long := [index for index, nbytes in enumerate(sizes) if nbytes > limit]:
+        nbytes = sizes[too_long[0]]
+        error = ContextTooLong(
+            f"the prompt has {nbytes} bytes of text, and this model's maximum context length of "
+            f"{services.max_model_len} tokens holds at most {limit}: shorten it, or send its token ids",
+            {"prompt_bytes": nbytes, "limit_bytes": limit, "max_model_len": services.max_model_len},
+        )
+        raise of_prompt(error, too_long, len(texts))
 
     def encode() -> list[tuple[int, ...]]:
         add = add_special_tokens is not False
@@ -128,16 +128,11 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
     if not prompt:
         raise InvalidRequest("the prompt is empty: send at least one token")
     _check_length(len(prompt), sampling, services.max_model_len)
-    if min(prompt) < 0 or max(prompt) >= services.vocab_size:
-        position, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < services.vocab_size)
-        raise InvalidRequest(
-            f"token id {token} at position {position} is outside the vocabulary [0, {services.vocab_size})",
-            {"position": position, "token_id": token, "vocab_size": services.vocab_size},
-        )
+    check_ids(prompt, services)
     for name, tokens in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias or ())):
         if outside := [token for token in tokens if not 0 <= token < services.vocab_size]:
             ids = shorten(str(outside))  # up to 300 numbers of up to 4300 digits
-            raise InvalidRequest(f"{name} {ids} are outside the vocabulary [0, {services.vocab_size})")
+            raise InvalidRequest(f"{name} {ids} are outside the vocabulary [0, {services.vocab_size}): leave them out")
     if sampling.stop and services.tokenizer is None:
         raise InvalidRequest(f"{services.name} has no tokenizer: use stop_token_ids instead of stop")
     if sampling.structured_outputs is not None and services.tokenizer is None:
@@ -152,6 +147,17 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
             )
     if services.returns_masks:
         _check_mask(sampling)
+
+
+def check_ids(ids: Sequence[int], services: Services) -> None:
+    """Raise InvalidRequest for the first token id outside the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= services.vocab_size):
+        position, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < services.vocab_size)
+        raise InvalidRequest(
+            f"token id {token} at position {position} is outside the vocabulary [0, {services.vocab_size}): send ids "
+            "of this model's tokenizer",
+            {"position": position, "token_id": token, "vocab_size": services.vocab_size},
+        )
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], sampling: Sampling, services: Services) -> None:
@@ -256,7 +262,9 @@ def within_context(prompt_tokens: int, sampling: Sampling, max_model_len: int) -
 
 def _check_length(prompt_tokens: int, sampling: Sampling, max_model_len: int) -> None:
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
-        raise InvalidRequest(f"min_tokens={sampling.min_tokens} is above max_tokens={sampling.max_tokens}")
+        raise InvalidRequest(
+            f"min_tokens={sampling.min_tokens} is above max_tokens={sampling.max_tokens}: lower it, or raise max_tokens"
+        )
     if prompt_tokens >= max_model_len:
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens, which leave no room for a completion in this model's maximum "
@@ -299,7 +307,7 @@ def with_experts(prompt: Sequence[int], sampling: Sampling, services: Services, 
         return sampling.model_copy(update={"routed_experts_prompt_start": None})
     if start is not None and start > len(prompt):
         raise InvalidRequest(
-            f"routed_experts_prompt_start={start} is beyond the prompt's {len(prompt)} tokens",
+            f"routed_experts_prompt_start={start} is beyond the prompt's {len(prompt)} tokens: lower it",
             {"routed_experts_prompt_start": start, "prompt_tokens": len(prompt)},
         )
     return sampling.model_copy(update={"routed_experts_prompt_start": 0 if asked and start is None else start})

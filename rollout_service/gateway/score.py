@@ -73,6 +73,6 @@ def check_targets(name: str, targets: Sequence[Sequence[int]], start: int, servi
         if outside:
             raise InvalidRequest(
                 f"target token id {outside[0]} of position {position} is outside the vocabulary "
-                f"[0, {services.vocab_size})",
+                f"[0, {services.vocab_size}): send ids of this model's tokenizer",
                 {"position": position, "token_id": outside[0]},
             )

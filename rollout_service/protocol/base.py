@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 MAX_VERSION = 2**53 - 1
 """The largest weight version. JSON readers and metrics hold numbers as doubles, which are exact up to here (RFC 8259,
@@ -30,7 +30,14 @@ class Frozen(BaseModel):
         return copy
 
 
-WeightVersion = Annotated[int, Field(ge=0, le=MAX_VERSION)]
+def refuse_bool(value: object) -> object:
+    """Return the value. Raises ValueError for a boolean: pydantic reads true, and YAML's yes, as the number 1."""
+    if isinstance(value, bool):
+        raise ValueError("Input should be a number, not a boolean (YAML's yes and no are)")
+    return value
+
+
+WeightVersion = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0, le=MAX_VERSION)]
 """A weight version received from outside."""
 
 

@@ -80,7 +80,7 @@ class RolloutOptions(Frozen):
     @model_validator(mode="after")
     def _adapter_has_the_version(self) -> Self:
         if self.min_adapter_version is not None and (self.adapter is None or "@" in self.adapter):
-            raise ValueError("min_adapter_version needs an adapter without an exact version")
+            raise ValueError("min_adapter_version needs an adapter without an exact version: name it, without @")
         return self
 
     @property

@@ -7,7 +7,7 @@ are refused here if vLLM would replace them, or if its engine would fail on them
 import functools
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.protocol.base import Frozen, WeightVersion
@@ -20,11 +20,13 @@ MAX_BIASED = 300
 LONGEST_GRAMMAR = 1 << 16
 """Maximum length in characters of a structured output's description."""
 LARGEST_SEED = 2**63 - 1 - MOST_COMPLETIONS
+LARGEST_VOCABULARY = 1 << 24
+"""More tokens than any model has. AReaL sends ``top_k=100000000`` for all tokens."""
 MIN_TEMPERATURE = 0.01
 """The lowest temperature above 0: vLLM replaces values between 0 and this one by this one."""
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 StopStrings = Annotated[tuple[StopString, ...], Field(max_length=64, fail_fast=True)]
-StopTokens = Annotated[tuple[int, ...], Field(max_length=64, fail_fast=True)]
+StopTokens = Annotated[tuple[StrictInt, ...], Field(max_length=64, fail_fast=True)]
 """Token ids that end a completion. With ``min_tokens``, vLLM's GPU runner has room for 128, including the model's own
 ends of sequence, and crashes on more."""
 
@@ -156,7 +158,7 @@ class CommonSampling(Frozen):
         ignores ``top_p``, ``top_k`` and ``min_p`` at temperature 0. ``min_tokens`` masks tokens that would end a
         completion too early.
         """
-        cut_off = self.top_p < 1 or self.top_k >= 1 or self.min_p > 0
+        cut_off = self.top_p < 1 or 1 <= self.top_k < LARGEST_VOCABULARY or self.min_p > 0
         steered = self.structured_outputs is not None or bool(self.logit_bias)
         return self.min_tokens > 0 or steered or (self.temperature > 0 and cut_off)
 
@@ -176,7 +178,7 @@ class CommonSampling(Frozen):
     def _as_openai_bounds_it(cls, bias: dict[int, float] | None) -> dict[int, float] | None:
         wrong = {token: value for token, value in (bias or {}).items() if not -100 <= value <= 100}
         if wrong:
-            raise ValueError(f"{wrong}: a bias lies between -100 and 100")
+            raise ValueError(f"{wrong}: a bias lies between -100 and 100: limit it")
         return bias
 
     @model_validator(mode="after")
@@ -207,7 +209,7 @@ class Sampling(CommonSampling):
     """Sampling parameters under vLLM's names. vLLM's other parameters are refused."""
 
     stop: StopStrings = ()
-    """Strings that end a completion; the model needs a tokenizer."""
+    """Strings that end a completion, or one string; the model needs a tokenizer."""
     stop_token_ids: StopTokens = ()
     """Tokens that end a completion, in addition to the model's own end of sequence."""
     detokenize: bool = True
@@ -216,6 +218,11 @@ class Sampling(CommonSampling):
     """vLLM's FINAL_ONLY: one reply, at the end."""
     extra_args: ExtraArgs | None = None
     """Extra arguments of ``/inference/v1/generate``; engines do not see them."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _as_strings(cls, stop: object) -> object:
+        return (stop,) if isinstance(stop, str) else stop
 
 
 class Scoring(Frozen):

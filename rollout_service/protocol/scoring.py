@@ -38,7 +38,9 @@ class ScoreRequest(RolloutOptions):
         if self.target_token_ids is not None and self.top_logprobs:
             raise ValueError("top_logprobs and target_token_ids are given: send one of them")
         if self.start >= len(self.token_ids):
-            raise ValueError(f"start={self.start}, and there are {len(self.token_ids)} tokens: nothing is to be scored")
+            raise ValueError(
+                f"start={self.start}, and there are {len(self.token_ids)} tokens: none is scored; lower it"
+            )
         rows = len(self.token_ids) - self.start
         if self.target_token_ids is not None and len(self.target_token_ids) != rows:
             raise ValueError(

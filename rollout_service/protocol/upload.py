@@ -413,8 +413,9 @@ class HowToLoad(Frozen):
 
     mode: PauseMode = "keep"
     """Treatment of running rollouts. ``keep`` continues them with the new weights, after recomputing their KV cache
-    unless ``weights.kv_cache_on_update`` is ``keep``. ``wait`` lets them finish first. ``abort`` ends them in the
-    engines, and each one's ``on_abort`` decides what follows."""
+    unless ``weights.kv_cache_on_update`` is ``keep``. ``wait`` lets them finish first; a group's samples that vLLM has
+    not begun get the new weights. ``abort`` ends them in the engines, and each one's ``on_abort`` decides what
+    follows."""
     wait: WaitFor = "none"
     """``all``: answer when every live replica serves this version. ``none``: answer after the commit."""
     timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)

@@ -22,9 +22,9 @@ from rollout_service.errors import (
 )
 
 _BY_STATUS = {400: MalformedRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 422: InvalidRequest}
-PROBLEMS_TOLD, PROBLEMS_LISTED = 8, 64
-"""The number of field problems in the error message, and the number in its ``detail``."""
-_LONGEST_FIELD = 200
+PROBLEMS_LISTED = 8
+"""Maximum number of field problems in the error message, and in its ``detail``."""
+_LONGEST_FIELD = 64
 _NOT_IMPLEMENTED = "is not a field here, or not implemented: leave it out"
 
 
@@ -98,8 +98,12 @@ class FieldProblem(TypedDict):
 
 def validation_error(route: str, problems_found: Sequence[FieldProblem]) -> RolloutServiceError:
     """Return the error for a request body that pydantic refused."""
-    problems = [_problem(item["loc"], item["type"], item["msg"]) for item in problems_found[:PROBLEMS_LISTED]]
-    parts = [f"{field} {problem}" for field, problem in problems[:PROBLEMS_TOLD]]
+    # each class of a union has its problems; those of a class with another ``type`` than the given one come last
+    literals = [item["loc"] for item in problems_found if item["type"] == "literal_error"]
+    others = {location[:-1] for location in literals if location[-1:] == ("type",)}
+    found = sorted(problems_found, key=lambda item: any(item["loc"][: len(other)] == other for other in others))
+    problems = [_problem(item["loc"], item["type"], item["msg"]) for item in found[:PROBLEMS_LISTED]]
+    parts = [f"{field} {problem}" for field, problem in problems]
     if len(problems_found) > len(parts):
         parts.append(f"and {len(problems_found) - len(parts)} more")
     malformed = any(item["type"] == "json_invalid" for item in problems_found)

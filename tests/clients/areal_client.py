@@ -1,6 +1,6 @@
-"""AReaL's remote engine over its VLLMBackend, in a process of its own.
+"""AReaL's remote engine over one of its backends, in a process of its own.
 
-python -m tests.clients.areal_client REPLIES ADDRESS FOLDER
+python -m tests.clients.areal_client REPLIES BACKEND ADDRESS FOLDER
 """
 
 import sys
@@ -10,22 +10,28 @@ from typing import Any
 
 from areal.api import ModelRequest, WeightUpdateMeta
 from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, NameResolveConfig
+from areal.engine.sglang_remote import RemoteSGLangEngine
 from areal.engine.vllm_remote import RemotevLLMEngine
 from areal.utils import name_resolve, names
 
 from tests.clients.lines import answer
 
 EXPERIMENT, TRIAL = "rollout-service", "test"
+ENGINES = {"sglang": RemoteSGLangEngine, "vllm": RemotevLLMEngine}
 
 
 class Areal:
     """The engine, whose arguments and replies are objects of AReaL's, with JSON on both sides."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, backend: str, address: str) -> None:
         config = InferenceEngineConfig(
-            experiment_name=EXPERIMENT, trial_name=TRIAL, backend="vllm:d1", max_concurrent_rollouts=8, setup_timeout=60
+            experiment_name=EXPERIMENT,
+            trial_name=TRIAL,
+            backend=f"{backend}:d1",
+            max_concurrent_rollouts=8,
+            setup_timeout=60,
         )
-        self._engine = RemotevLLMEngine(config)
+        self._engine = ENGINES[backend](config)
         self._engine.initialize(addr=address)
 
     async def agenerate(self, input_ids: list[int], **sampling: Any) -> dict[str, Any]:
@@ -50,9 +56,9 @@ class Areal:
         self._engine.set_version(version)
 
 
-def main(replies: str, address: str, folder: str) -> None:
+def main(replies: str, backend: str, address: str, folder: str) -> None:
     name_resolve.reconfigure(NameResolveConfig(type="nfs", nfs_record_root=str(Path(folder))))
-    answer(replies, {"engine": Areal(address)})
+    answer(replies, {"engine": Areal(backend, address)})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""AReaL 1.0.4's RemotevLLMEngine over its VLLMBackend: rollouts, and its whole update by disk."""
+"""AReaL 1.0.4's remote engines over its vLLM and SGLang backends: rollouts, and the whole update by disk."""
 
 import asyncio
 from pathlib import Path
@@ -17,9 +17,9 @@ LONG = 480
 """Tokens of a rollout across an update."""
 
 
-@pytest.fixture
-async def areal(start: Start, service_url: str, tmp_path: Path) -> ClientProcess:
-    return await start("areal", "areal_client", service_url.removeprefix("http://"), tmp_path)
+@pytest.fixture(params=["vllm", "sglang"])
+async def areal(request: pytest.FixtureRequest, start: Start, service_url: str, tmp_path: Path) -> ClientProcess:
+    return await start("areal", "areal_client", request.param, service_url.removeprefix("http://"), tmp_path)
 
 
 async def test_rollouts_have_the_native_tokens(areal, client, push):

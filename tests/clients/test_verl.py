@@ -48,7 +48,8 @@ def made(**changes):
 backend = {"_target_": "verl.workers.config.CheckpointEngineConfig", "backend": "rollout_service"}
 print("hybrid:", refusal(lambda: asyncio.run(made().init_hybrid(None))))
 print("many:", refusal(lambda: made(n_gpus_per_node=4)))
-from rollout_service.client.verl.replica import generate_arguments
+from rollout_service.client.verl.replica import RolloutServer, generate_arguments
+from rollout_service.client.verl.settings import ServiceSettings
 from rollout_service.errors import InvalidRequest
 
 def parameters_refused(**given):
@@ -57,14 +58,23 @@ def parameters_refused(**given):
     except InvalidRequest as error:
         return error.message
 
+server = RolloutServer(ServiceSettings(url="http://127.0.0.1:1"), 8, 8, None, {"repetition_penalty": 1.3})
+try:
+    asyncio.run(server.generate([1], {}, "request"))
+except InvalidRequest as error:
+    print("default:", error.message)
 print("neutral:", parameters_refused(temperature=0.5, repetition_penalty=1.0, n=1, seed=None))
 print("penalty:", parameters_refused(temperature=0.5, repetition_penalty=1.2))
+for name, value in (("enable_rollout_routing_replay", True), ("full_determinism", True),
+                    ("logprobs_mode", "raw_logprobs")):
+    print(f"{name}:", refusal(lambda: made(**{name: value})))
 print("url:", refusal(lambda: made(checkpoint_engine=backend)))
 """
 
 # Importing verl alone takes minutes on a busy machine.
 pytestmark = [pytest.mark.client("verl"), pytest.mark.timeout(1800)]
-SAID = {"hybrid", "many", "neutral", "penalty", "url"}
+FIXED = {"enable_rollout_routing_replay": True, "full_determinism": True, "logprobs_mode": "raw_logprobs"}
+SAID = {"hybrid", "many", "default", "neutral", "penalty", "url", *FIXED}
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +111,11 @@ async def test_what_does_not_work_is_refused_by_name(installed, model):
     assert "use it with a trainer that has standalone rollouts" in said["hybrid"]
     assert "verl would make 4 replicas" in said["many"]
     assert said["neutral"] == "taken as {'temperature': 0.5}"
+    assert said["default"].endswith("does not take from verl: {'repetition_penalty': 1.3}")  # rollout's own setting
     assert said["penalty"].endswith("does not take from verl: {'repetition_penalty': 1.2}")
     assert "engine_kwargs.rollout_service.url=http://HOST:PORT" in said["url"]
+    for name, value in FIXED.items():
+        assert f"does not implement { ({f'rollout.{name}': value}) }: leave verl's default" in said[name]
 
 
 async def test_each_update_of_verl_is_a_version(found, service_url):

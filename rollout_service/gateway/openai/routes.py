@@ -17,12 +17,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 
 from rollout_service.compat.pydantic_internals import fail_fast_validator
-from rollout_service.errors import BadRequest, ContextTooLong, NotFound, RolloutServiceError, shorten
+from rollout_service.errors import BadRequest, ContextTooLong, InvalidRequest, NotFound, RolloutServiceError, shorten
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.generate import spans
 from rollout_service.gateway.openai.exchange import Exchange, SessionTurn, chunk_of, current
 from rollout_service.gateway.openai.serving import Serving
-from rollout_service.gateway.prompts import BYTES_PER_TOKEN, DATA_ERRORS, model_and_adapter
+from rollout_service.gateway.prompts import BYTES_PER_TOKEN, DATA_ERRORS, check_ids, model_and_adapter
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.protocol.generate import ModelName, RolloutOptions
 from rollout_service.protocol.sampling import CommonSampling, StopString, StopStrings, without_repetition
@@ -165,7 +165,8 @@ async def count_tokens(request: Request, services: Here, body: JsonObject = Body
 async def tokenize(request: Request, services: Here, body: JsonObject = Body()) -> Response:
     """Return the token ids of a prompt, or of messages in the chat template."""
     serving, vllm = await _serving(services)
-    model = vllm.TokenizeChatRequest if "messages" in body else vllm.TokenizeCompletionRequest
+    is_chat = body.get("messages") is not None
+    model = vllm.TokenizeChatRequest if is_chat else vllm.TokenizeCompletionRequest
     current.set(exchange := Exchange())
     parsed = _parse(model, body, request, services)
     await _adapter_as_model(body, services, serving)
@@ -178,6 +179,10 @@ async def detokenize(request: Request, services: Here, body: JsonObject = Body()
     """Return the text of token ids."""
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.DetokenizeRequest, body, request, services)
+    try:
+        check_ids(parsed.tokens, services)
+    except InvalidRequest as error:
+        raise BadRequest(f"{request.method} {request.url.path}: {error.message}", error.detail) from error
     await _adapter_as_model(body, services, serving)
     reply = await _answer(serving.tokenization.create_detokenize(parsed, request), Exchange())
     return JSONResponse(reply.model_dump(mode="json"))
@@ -200,7 +205,8 @@ def _parse(model: type[BaseModel], body: JsonObject, request: Request, services:
     _require_object(route, body, "structured_outputs")
     try:
         body = cast(JsonObject, without_repetition(body))
-        given = {name: value for name, value in body.items() if name not in _STOPS}
+        # OpenAI's null is the default; vLLM refuses it for its own fields, and cannot write some replies with it
+        given = {name: value for name, value in body.items() if name not in _STOPS and value is not None}
         parsed = fail_fast_validator(model).validate_python(given)
     except ValidationError as error:
         raise bad_request(route, error) from error
@@ -258,8 +264,7 @@ def _without_a_store(body: JsonObject) -> JsonObject:
             "(POST /v1/sessions) keeps its tokens",
             {"not_implemented": asked},
         )
-    # OpenAI's null is the default; vLLM takes it for some fields, and then cannot write its reply
-    taken = {**{name: value for name, value in body.items() if value is not None}, "store": False}
+    taken = {**body, "store": False}
     if isinstance(given := body.get("input"), list):
         taken["input"] = [_reply_as_text(item) for item in given]
     return taken
@@ -300,7 +305,7 @@ def _refuse_unknown_choice_of_tools(choice: object) -> None:
 
 def _refuse_images(route: str, body: JsonObject) -> None:
     """Raise BadRequest for parts that are no text. ``_require_bounded`` would count their data as text."""
-    messages = body.get("messages", body.get("input"))
+    messages = body.get("messages") or body.get("input")
     unread: list[object] = [*messages] if isinstance(messages, list) else []
     while unread:
         for part in _blocks_of(unread.pop()):
@@ -491,7 +496,10 @@ def _as_ours(error: Exception) -> Exception:
         )
     client_errors = (VLLMClientError, ValueError, TypeError, OverflowError, NotImplementedError, RecursionError)
     of_a_template = any(cls.__name__ == "TemplateError" for cls in type(error).__mro__)
-    return BadRequest(shorten(str(error))) if isinstance(error, client_errors) or of_a_template else error
+    message = shorten(str(error))
+    if message.startswith("min_tokens must be less"):  # vLLM does not say what to do
+        message = f"{message.rstrip('.')}: lower min_tokens, or raise max_tokens"
+    return BadRequest(message) if isinstance(error, client_errors) or of_a_template else error
 
 
 def _refusal(status: int, message: str) -> RolloutServiceError:

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import model_validator
 
-from rollout_service.errors import Asleep, InvalidRequest, MalformedRequest, Overtaken
+from rollout_service.errors import Asleep, MalformedRequest, Overtaken
 from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.sglang.replies import ControlRoute, Done
 from rollout_service.protocol.base import Frozen
@@ -76,8 +76,6 @@ async def abort_request(services: Here, body: AbortRequest) -> Response:
 @router.get("/flush_cache", response_model=None, responses=_FLUSHED)
 @router.post("/flush_cache", response_model=None, responses=_FLUSHED)
 async def flush_cache(services: Here) -> Response:
-    """Confirm that the KV cache is flushed. Answers 400 unless generation is paused."""
-    if not await services.ingest.is_paused():
-        raise InvalidRequest("generation is not paused, and a pause drops the cache: call /pause_generation first")
-    await services.ingest.drop_kv_cache(ControlRoute.waits_s)  # has no effect unless the pause has kept it
-    return PlainTextResponse("The KV cache was dropped when generation was paused.\n")
+    """Drop the KV cache of every replica, during a pause or not. Running requests recompute theirs."""
+    await services.ingest.drop_kv_cache(ControlRoute.waits_s)
+    return PlainTextResponse("The KV cache of every replica is dropped.\n")

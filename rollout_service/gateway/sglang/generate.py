@@ -71,8 +71,7 @@ class SamplingParams(Frozen):
     def sampling(self) -> Sampling:
         """Return the parameters under this service's names. Raises ValueError for a value that ``Sampling`` refuses."""
         fields = {_OURS.get(name, name): getattr(self, name) for name in SamplingParams.model_fields}
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        return Sampling(**{**fields, "stop": stop, "stop_token_ids": self.stop_token_ids or ()})
+        return Sampling(**{**fields, "stop": self.stop or (), "stop_token_ids": self.stop_token_ids or ()})
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
@@ -100,6 +99,8 @@ class SglangGenerate(Frozen):
     return_hidden_states: Literal[False] | None = None
     return_bytes: Literal[False] | None = None
     return_entropy: Literal[False] | None = None
+    image_data: Annotated[tuple[str, ...], Field(max_length=0)] | None = None
+    """Only empty, as AReaL sends it with text."""
     background: Literal[False] | None = None
     stream: Literal[False] | None = None
     log_metrics: bool | None = None

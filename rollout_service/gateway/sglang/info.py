@@ -1,9 +1,9 @@
 """SGLang's routes about the server: configuration, model, load and health."""
 
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 
 from rollout_service import __version__
 from rollout_service.errors import NotReady
@@ -14,6 +14,7 @@ from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 
 router = APIRouter(tags=["sglang"], route_class=ControlRoute)
 open_router = APIRouter(tags=["sglang"], route_class=DataRoute)
+LoadSections = Annotated[str, Query(pattern="^(core|disagg|queues)(,(core|disagg|queues))*$")]
 
 
 @router.get("/get_server_info")
@@ -44,8 +45,11 @@ async def model_info(services: Here) -> dict[str, object]:
 
 
 @router.get("/v1/loads")
-async def loads(services: Here, include: Literal["core"] = "core") -> dict[str, object]:
-    """Return the load of each engine as last reported, at least every ``weights.poll_s`` seconds."""
+async def loads(services: Here, include: LoadSections = "core") -> dict[str, object]:
+    """Return the load of each engine as last reported, at least every ``weights.poll_s`` seconds.
+
+    ``include``: sections, separated by commas. ``disagg`` and ``queues`` add nothing: ``core`` counts every request.
+    """
     ranks = [_load(rank, replica) for rank, replica in enumerate(_serving_replicas(await known_fleet(services)))]
     return {
         "timestamp": datetime.now(UTC).isoformat(),

@@ -100,8 +100,9 @@ class TestRequest:
 
     async def test_a_text_that_is_too_long_is_named(self, services, engine):
         for text in ("a" * 70, "a" * 70_000):
-            with pytest.raises(ContextTooLong, match="prompt 1 of 3, counted from 0: the prompt has 70"):
-                await completions(request(prompt=["ab", text, "c"]), services)
+            with pytest.raises(ContextTooLong, match="prompt 1 of 4, counted from 0: the prompt has 70") as refused:
+                await completions(request(prompt=["ab", text, "c", text]), services)
+            assert refused.value.detail["prompts"] == [1, 3]
         assert engine.calls == []
 
     @pytest.mark.parametrize("stream", [False, True])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from vllm.sampling_params import SamplingParams
 
 from rollout_service.errors import LONGEST_REASON, InvalidRequest
 from rollout_service.gateway.generate import generate, spans
@@ -50,6 +51,10 @@ REFUSED_SAMPLING: dict[str, Any] = {
 def test_sampling_out_of_range_or_unsupported_is_refused_by_name(name, value):
     with pytest.raises(ValidationError, match=name):
         Sampling.model_validate({name: value})
+
+
+def test_one_stop_string_is_a_list_of_one_as_in_vllm():
+    assert Sampling.model_validate({"stop": "ab"}).stop == tuple(SamplingParams(stop="ab").stop)
 
 
 @pytest.mark.parametrize(

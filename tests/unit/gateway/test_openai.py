@@ -10,6 +10,7 @@ import pydantic
 import pytest
 from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 
+from rollout_service.compat import vllm_serving
 from rollout_service.errors import LONGEST_REASON, NonFiniteLogprob, Overloaded
 from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.generate import spans as spans_of
@@ -524,6 +525,21 @@ class TestSize:
         reply = await chat_http.post(f"/v1/{path}", json=asked_of(path, **{field: value}))
         assert reply.status_code == 400 and len(reply.text) < 3 * LONGEST_REASON, reply.text
 
+    @pytest.mark.parametrize(
+        ("item", "named"),
+        [
+            (5, "valid dictionary"),
+            ({"foo": 1}, "Field required"),
+            ({"type": "function_call_output", "output": 5}, "FunctionCallOutput.output"),
+            ({"role": "user", "content": [{"type": "input_text", "text": 5}]}, "EasyInputMessageParam.content"),
+        ],
+    )
+    async def test_a_wrong_item_is_a_short_refusal(self, chat_http, item, named):
+        """vLLM's union has up to 200 problems of an item."""
+        reply = await chat_http.post("/v1/responses", json={"model": "tiny", "input": [item]})
+        assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
+        assert len(reply.text) < 2 * LONGEST_REASON
+
     async def test_a_stream_of_many_choices_reads_each_choices_spans_a_few_times(self, chat_http, monkeypatch):
         """Their number grows with the choices, not with its square: thousands would block the gateway for minutes."""
         read = list[int]()
@@ -541,6 +557,13 @@ class TestSize:
     async def test_more_ids_than_a_context_are_not_decoded(self, chat_http):
         reply = await chat_http.post("/detokenize", json={"tokens": [5] * 513})
         assert reply.status_code == 400 and "513 ids" in reply.json()["error"]["message"]
+
+    @pytest.mark.parametrize("token", [-1, 128])
+    async def test_an_id_beyond_the_vocabulary_is_not_decoded(self, chat_http, token):
+        reply = await chat_http.post("/detokenize", json={"tokens": [5, token]})
+        assert reply.status_code == 400 and "token" in reply.json()["error"]["message"], reply.text
+        if token > 0:  # vLLM's class refuses the other
+            assert reply.json()["error"]["detail"] == {"position": 1, "token_id": 128, "vocab_size": 128}
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
     async def test_many_wrong_entries_have_the_problems_of_the_first(self, chat_http, scripted, path):
@@ -599,6 +622,24 @@ class TestBounds:
         assert reply.status_code == 200 and scripted.calls[0].sampling.stop == tuple(many), reply.text
         reply = await chat_http.post(f"/v1/{path}", json={"model": "tiny", **body, stops: [*many, "y"]})
         assert reply.status_code == 400 and stops in reply.json()["error"]["message"]
+
+    @pytest.mark.parametrize("path", [*SURFACES, "/tokenize", "/detokenize"])
+    async def test_null_is_the_default_of_every_field(self, chat_http, path):
+        classes = (vllm_serving.ChatCompletionRequest, vllm_serving.ResponsesRequest, vllm_serving.TokenizeChatRequest)
+        nulls = dict.fromkeys(name for cls in classes for name in cls.model_fields)
+        asked = {"/tokenize": {"prompt": "hi"}, "/detokenize": {"tokens": [5]}, **SURFACES}[path]
+        reply = await chat_http.post(path, json={**nulls, "model": "tiny", **asked})
+        assert reply.status_code == 200, reply.text
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate"])
+    @pytest.mark.parametrize("lengths", [{"min_tokens": 9, "max_tokens": 8}, {"min_tokens": 511}])
+    async def test_too_many_min_tokens_are_refused_with_a_remedy(self, chat_http, path, lengths):
+        fields = {"sampling_params": lengths} if path == "/inference/v1/generate" else lengths
+        reply = await chat_http.post(path, json={"model": "tiny", **SURFACES[path], **fields})
+        assert reply.status_code in (400, 422), reply.text
+        message = reply.json()["error"]["message"]
+        assert "min_tokens=" in message or "got" in message
+        assert message.endswith(("raise max_tokens", "shorten one of them")), message
 
     async def test_what_vllm_sets_itself_is_not_the_callers(self, chatting, scripted):
         """vLLM skips the prefix cache for prompt_logprobs, and names a first token for routed experts."""

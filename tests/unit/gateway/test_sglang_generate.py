@@ -80,6 +80,23 @@ async def test_slime_s_request_has_sglang_s_reply(services, engine, body):
     assert call.session_id == "session-1"
 
 
+async def test_areal_s_request_is_answered(services, engine):
+    """AReaL 1.0.4's SGLangBackend, for a prompt without images."""
+    body = {
+        "input_ids": [5, 6, 7],
+        "image_data": [],
+        "sampling_params": {
+            "top_p": 1.0, "top_k": 100_000_000, "max_new_tokens": 3, "temperature": 1.0, "stop_token_ids": [],
+            "ignore_eos": False, "skip_special_tokens": True, "frequency_penalty": 0.0,
+        },
+        "return_logprob": True,
+        "stream": False,
+    }  # fmt: skip
+    reply = await post(services, body)
+    assert reply.status_code == 200 and reply.json()["output_ids"] == [7, 6, 5]
+    assert not engine.calls[0].sampling.is_truncated
+
+
 async def test_what_is_left_out_is_sglang_s_default(services, engine):
     services = replace(services, max_model_len=4096)
     reply = (await post(services, {"input_ids": [5]})).json()
@@ -169,7 +186,9 @@ async def test_an_aborted_completion_comes_back_as_it_is(services, cut_after, ve
         ({"top_logprobs_num": 2}, "top_logprobs_num"),
         ({"return_routed_experts": True}, "return_routed_experts"),
         ({"lora_path": ["a"]}, "lora_path"),
-        ({"image_data": "a"}, "image_data is not a field here, or not implemented"),
+        ({"image_data": "a"}, "image_data"),
+        ({"image_data": ["a"]}, "image_data"),
+        ({"audio_data": []}, "audio_data is not a field here, or not implemented"),
         ({"sampling_params": {"regex": "a"}}, "sampling_params.regex is not a field here, or not implemented"),
         ({"sampling_params": {"temperature": 3.0}}, "temperature Input should be less than or equal to 2"),
         ({"sampling_params": {"sampling_seed": 2**64}}, "sampling_seed Input should be less than"),

@@ -17,6 +17,7 @@ TRUNCATED: list[dict[str, Any]] = [
 ]  # fmt: skip
 WHOLE: list[dict[str, Any]] = [
     {}, {"top_k": 0}, {"top_k": -1}, {"temperature": 0.5}, {"frequency_penalty": 1.0}, {"stop_token_ids": [3]},
+    {"top_k": 100_000_000},  # AReaL's default
     {"temperature": 0, "top_p": 0.9},  # greedy: vLLM leaves the cut-offs out
 ]  # fmt: skip
 MARKS = [(sampling, True) for sampling in TRUNCATED] + [(sampling, False) for sampling in WHOLE]

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from rollout_service.compat.pydantic_internals import fail_fast_validator
 from rollout_service.gateway.tinker import Chunk, CreateSamplingSession, ModelInput, Sample, SamplingParams, Tensor
 from rollout_service.protocol.adapters import read_adapter_name
-from rollout_service.protocol.base import FEW, MAX_VERSION, Frozen
+from rollout_service.protocol.base import FEW, MAX_VERSION, Frozen, KnownVersion, NewVersion, WeightVersion
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.generate import GenerateRequest, StreamOptions, WantedVersion
@@ -293,3 +293,9 @@ def test_a_field_may_be_named_as_a_key_of_schemas():
         with pytest.raises(ValidationError) as refused:
             fail_fast_validator(Named).validate_python(wrong)
         assert refused.value.error_count() == 1
+
+
+@pytest.mark.parametrize("kind", [WeightVersion, NewVersion, KnownVersion])
+def test_no_boolean_is_a_version(kind):
+    with pytest.raises(ValidationError, match="not a boolean"):
+        TypeAdapter(kind).validate_python(True)
