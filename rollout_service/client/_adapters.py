@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 _PARALLEL_PARTS = 4
+_SAVE_AGAIN = "save the adapter with PEFT's save_pretrained, which writes safetensors by default"
 
 
 class AdapterCalls:
@@ -158,7 +159,7 @@ class AdapterCalls:
 
 def _route(name: str) -> str:
     """Return the URL of an adapter. Raises InvalidRequest for a name that would make it the URL of something else."""
-    if read_adapter_name(name) != (name, None):
+    if not isinstance(name, str) or read_adapter_name(name) != (name, None):
         raise InvalidRequest(
             f"{name!r} is no name of an adapter: use at most 128 letters, digits and ._-, the first a letter or digit"
         )
@@ -183,8 +184,11 @@ def _write_here(upload: AdapterUpload, begin: BeginAdapter, tensors: memoryview)
 def _files_of(adapter: Any, config: Any) -> tuple[dict[str, Any], memoryview]:
     """Return PEFT's configuration and the content of the tensors' file. Raises InvalidRequest, InvalidManifest."""
     if isinstance(adapter, str | Path):
-        folder = Path(adapter)
-        return json.loads((folder / CONFIG_FILE).read_text()), memoryview((folder / TENSORS_FILE).read_bytes())
+        settings, file = _plain_json(_read_config(Path(adapter) / CONFIG_FILE)), Path(adapter) / TENSORS_FILE
+        content = _read(file)
+        if 8 + int.from_bytes(content[:8], "little") > len(content):  # the size of the header, and the header
+            raise InvalidManifest(f"{file} is no safetensors file: it has {len(content)} bytes; {_SAVE_AGAIN}")
+        return settings, memoryview(content)
     if not isinstance(adapter, Mapping):
         if not hasattr(adapter, "peft_config"):
             raise InvalidRequest(f"a {type(adapter).__name__} is no adapter: give a PEFT model, a folder, or tensors")
@@ -194,8 +198,36 @@ def _files_of(adapter: Any, config: Any) -> tuple[dict[str, Any], memoryview]:
         adapter = get_peft_model_state_dict(adapter, adapter_name=adapter.active_adapter)
     elif config is None:
         raise InvalidRequest("tensors do not tell their rank and alpha: give PEFT's configuration as config")
-    settings = config if isinstance(config, Mapping) else config.to_dict()
-    return json.loads(json.dumps(settings, default=_plain)), _safetensors(adapter)
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise InvalidRequest(f"config is a {type(config).__name__}: give PEFT's LoraConfig, or its fields")
+    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    return _plain_json(fields), _safetensors(adapter)
+
+
+def _plain_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return PEFT's configuration as JSON holds it. Raises InvalidManifest."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(settings, default=_plain, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidManifest(f"the adapter's configuration is not JSON: {error}; give PEFT's LoraConfig") from error
+    return plain
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise InvalidManifest(f"{path} is not JSON: {error}; {_SAVE_AGAIN}") from error
+    if not isinstance(config, dict):
+        raise InvalidManifest(f"{path} holds no JSON object, but a {type(config).__name__}; {_SAVE_AGAIN}")
+    return config
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}; {_SAVE_AGAIN}") from error
 
 
 def _safetensors(tensors: "Mapping[str, torch.Tensor]") -> memoryview:
@@ -205,17 +237,23 @@ def _safetensors(tensors: "Mapping[str, torch.Tensor]") -> memoryview:
     """
     import torch
 
-    # wide dtypes first: readers view the bytes in place, which therefore must be aligned
-    ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].itemsize, pair[0]))
     try:
-        header = safetensors_header(describe(name, tensor) for name, tensor in ordered)
+        described = [(describe(name, tensor), tensor) for name, tensor in tensors.items()]
     except ValueError as error:
         raise InvalidManifest(str(error)) from error
+    if sharded := [slot.name for slot, tensor in described if hasattr(tensor, "full_tensor")]:
+        raise InvalidManifest(
+            f"tensor {sharded[0]} cannot be sent: it is a DTensor, and this rank may have a shard alone; send "
+            "tensor.full_tensor(), which every rank must call"
+        )
+    # wide dtypes first: readers view the bytes in place, which therefore must be aligned
+    described.sort(key=lambda pair: (-pair[1].itemsize, pair[0].name))
+    header = safetensors_header(slot for slot, _ in described)
     file = torch.empty(len(header.text) + header.data_bytes, dtype=torch.uint8)
     content: memoryview = file.numpy().data
     content[: len(header.text)] = header.text
     position = len(header.text)
-    for _, tensor in ordered:
+    for _, tensor in described:
         file[position : position + tensor.nbytes] = tensor.detach().contiguous().view(-1).view(torch.uint8)
         position += tensor.nbytes
     return content

@@ -158,10 +158,11 @@ class DirectListener:
         try:
             await sending
         except (httpx.TransportError, RolloutServiceError) as error:
+            if not self._given_up:  # by another part
+                logger.warning(
+                    "%s takes nothing any more, which now goes through the gateway: %s", self._url, _reason_of(error)
+                )
             self._given_up = True
-            logger.warning(
-                "%s takes nothing any more, which now goes through the gateway: %s", self._url, _reason_of(error)
-            )
             return False
         return True
 
@@ -304,6 +305,9 @@ class PlainConnections:
                 connection.request("PUT", path, body, {**headers, "Content-Length": length})
             except (BrokenPipeError, ConnectionResetError) as error:
                 sent: Exception | None = error  # the server may have replied before it closed the connection
+            except (TimeoutError, BlockingIOError) as error:
+                write_s = self._read_s if isinstance(connection, http.client.HTTPSConnection) else WRITE_S
+                raise httpx.WriteTimeout(f"nothing was accepted for {write_s:g} s", request=request) from error
             else:
                 sent = None
             try:

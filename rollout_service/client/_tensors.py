@@ -65,7 +65,7 @@ class TensorSource:
     def _checked(self, *, own_memory: bool) -> Iterator[tuple[str, torch.Tensor]]:
         expected = iter(self.table)
         are_same: dict[str, torch.Tensor] = {}
-        for name, tensor in self._pairs:
+        for name, tensor in _checked_pairs(self._pairs):
             entry = next(expected, None)
             if entry is None or not _is(entry, name, tensor):
                 found = _spell(describe(name, tensor))
@@ -106,7 +106,9 @@ class TensorThread:
 
 
 def describe(name: str, tensor: torch.Tensor) -> UploadTensor:
-    """Return the table entry of a tensor, or of the whole ``DTensor``. Raises ValueError for an unsupported dtype."""
+    """Return the table entry of a tensor, or of the whole ``DTensor``. Raises ValueError if it cannot be sent."""
+    if (why := _why_not_sent(name, tensor)) is not None:
+        raise ValueError(f"tensor {name} cannot be sent: {why}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise ValueError(
@@ -116,9 +118,29 @@ def describe(name: str, tensor: torch.Tensor) -> UploadTensor:
     return UploadTensor(name=name, dtype=dtype, shape=tuple(tensor.shape))
 
 
+def _why_not_sent(name: object, tensor: object) -> str | None:
+    """Return the reason why a tensor has no bytes that could be sent, and what to do; None: it has."""
+    import torch
+
+    if not isinstance(name, str):
+        return f"its name is a {type(name).__name__}; give pairs of a name and a tensor, as named_parameters() does"
+    if not isinstance(tensor, torch.Tensor):
+        return f"it is a {type(tensor).__name__}; give a torch.Tensor"
+    if tensor.is_nested:
+        return "it is nested; send each of its tensors by a name of its own"
+    if tensor.is_quantized:
+        return f"it is quantized ({tensor.dtype}); send tensor.dequantize()"
+    if tensor.is_meta:
+        return "it is on the meta device and has no values; load or initialize the weights first"
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}; send tensor.to_dense()"
+    return None
+
+
 def _is(entry: UploadTensor, name: str, tensor: torch.Tensor) -> bool:
     """Return True if ``entry`` describes the tensor. Builds no new entry, because a push checks every tensor."""
-    return name == entry.name and tensor.shape == entry.shape and str(tensor.dtype)[len("torch.") :] == entry.dtype
+    is_sent = _why_not_sent(name, tensor) is None and name == entry.name
+    return is_sent and tensor.shape == entry.shape and str(tensor.dtype)[len("torch.") :] == entry.dtype
 
 
 def described(
@@ -183,15 +205,33 @@ def _pairs(
         return list(named_tensors.items())
     if isinstance(named_tensors, Mapping):
         named_tensors = named_tensors.items()  # such a mapping may make each tensor in turn
+    if not isinstance(named_tensors, Iterable):
+        raise ValueError(f"a {type(named_tensors).__name__} came as named_tensors: give a module, a mapping, or pairs")
     if known or iter(named_tensors) is not named_tensors:
         return named_tensors
-    return [(name, _hold(name, tensor, checksums)) for name, tensor in named_tensors]
+    return [(name, _hold(name, tensor, checksums)) for name, tensor in _checked_pairs(named_tensors)]
+
+
+def _checked_pairs(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the pairs. Raises ValueError for something else."""
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError(
+                f"a {type(pair).__name__} came where a pair of a name and a tensor should: give a module, a mapping, "
+                "or pairs, as named_parameters() does"
+            )
+        yield pair
+        del pair  # freed before a generator makes the next tensor
 
 
 def _hold(name: str, tensor: torch.Tensor, checksums: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a tensor that stays unchanged while the iterator continues, or record the checksum of one that may not."""
+    """Return a tensor that stays unchanged while the iterator continues, or record the checksum of one that may not.
+
+    Raises the ValueError of ``describe``.
+    """
     import torch
 
+    describe(name, tensor)  # one that cannot be sent may not be copied either
     if isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, "full_tensor"):
         checksums[name] = checksum(tensor)
         return tensor
@@ -225,7 +265,7 @@ def _shares_memory(whole: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _gpu_of(pairs: Iterable[tuple[str, torch.Tensor]]) -> torch.device | None:
-    return next((tensor.device for _, tensor in pairs if tensor.is_cuda), None)
+    return next((tensor.device for _, tensor in _checked_pairs(pairs) if getattr(tensor, "is_cuda", False)), None)
 
 
 def _current_gpu() -> torch.device | None:
@@ -238,11 +278,11 @@ def _table(pairs: Iterable[tuple[str, torch.Tensor]], last: tuple[UploadTensor, 
     if (
         isinstance(pairs, list | tuple)
         and 0 < len(pairs) == len(last)
-        and all(_is(entry, *pair) for entry, pair in zip(last, pairs, strict=True))
+        and all(_is(entry, *pair) for entry, pair in zip(last, _checked_pairs(pairs), strict=True))
     ):
         return last
     table: dict[str, UploadTensor] = {}
-    for name, tensor in pairs:
+    for name, tensor in _checked_pairs(pairs):
         if name in table:
             raise ValueError(f"tensor {name} comes twice: a version has each name once")
         table[name] = describe(name, tensor)

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,14 +43,15 @@ from rollout_service.protocol.base import MAX_VERSION, NEXT
 from rollout_service.protocol.weight_log import Head
 from rollout_service.runtime.tasks import ClosableLock, ShieldedTasks
 from rollout_service.store.adapters import ADAPTER_FILES, AdapterStore, adapter_digest, digest_of, tensors_digest
-from rollout_service.store.durable_io import DISK_FULL, make_private, no_room, write_synced
+from rollout_service.store.durable_io import DISK_FULL, make_private, no_room, remedy, write_synced
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
 
 logger = logging.getLogger(__name__)
 
-MAX_UPLOADS = 16
-"""Maximum number of uploads that are not committed; a further one removes the oldest."""
+MIN_UPLOADS = 16
+"""Number of uploads that are kept until they are committed, or more: two for each version that may be live. A further
+one removes the one to which nothing has come for the longest time."""
 _MAX_CONFIG_BYTES = 1 << 20
 _WEIGHT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
 _IDLE_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
@@ -94,7 +96,7 @@ class AdapterIngest:
         """The committed versions that replicas should hold, oldest first."""
 
     def open(self, head: Head) -> None:
-        """Read the committed versions. Raises LogCorrupt, OSError.
+        """Read the committed versions. Raises LogCorrupt, OSError, InvalidRequest for a name of the served model.
 
         Versions for other weights than ``head`` are dropped, and the oldest for which ``engine.adapters.max_live`` has
         no room any more.
@@ -103,6 +105,13 @@ class AdapterIngest:
         found, room = self._store.read(), self._limits.max_live
         kept = self._kept(tuple(adapter for adapter in found if adapter.base_digest == head.digest))
         self.live = kept[len(kept) - min(len(kept), room) :]
+        for adapter in self.live:
+            if self._is_of_model(adapter.name):
+                raise InvalidRequest(
+                    f"the log's adapter {adapter} has a name of the served model, which would get its requests: take "
+                    f"{adapter.name!r} out of model.aliases or change model.served_name; or start with the names that "
+                    f"the model had, and DELETE /v1/adapters/{adapter.name}"
+                )
         if self.live != found:
             lost = ", ".join(str(adapter) for adapter in found if adapter not in self.live)
             logger.warning(
@@ -132,7 +141,8 @@ class AdapterIngest:
         try:
             return await asyncio.to_thread(self._begin, name, begin)
         except OSError as error:
-            raise RolloutServiceError(f"adapter {name} cannot be uploaded: {error}; push it again") from error
+            what = f"adapter {name} cannot be uploaded: {error}"
+            raise RolloutServiceError(f"{what}; {remedy(error, 'push it again')}") from error
 
     async def part(self, name: str, digest: str, index: int, content: bytes) -> None:
         """Store one part of an upload. Raises NotFound, InvalidRequest, InsufficientStorage."""
@@ -203,7 +213,8 @@ class AdapterIngest:
         try:
             adapter = await asyncio.to_thread(self._check_and_take_in, name, request, head)
         except OSError as error:
-            raise RolloutServiceError(f"adapter {name} was not committed: {error}: push it again") from error
+            what = f"adapter {name} was not committed: {error}"
+            raise RolloutServiceError(f"{what}; {remedy(error, 'push it again')}") from error
         await self._fleet.follow_adapters()
         return adapter
 
@@ -243,8 +254,9 @@ class AdapterIngest:
         key = name, digest
         with self._needing(f"adapter {name}", begin.nbytes):
             if key not in self._uploads:
-                while len(self._uploads) >= MAX_UPLOADS:
-                    shutil.rmtree(self._uploads.pop(next(iter(self._uploads))).folder, ignore_errors=True)
+                while len(self._uploads) >= max(MIN_UPLOADS, 2 * self._limits.max_live):
+                    idle = min(self._uploads, key=lambda key: self._uploads[key].touched_at)
+                    shutil.rmtree(self._uploads.pop(idle).folder, ignore_errors=True)
                 self._uploads[key] = _Upload(self._store.staging(f"{name}-{digest}"), config, begin)
             upload = self._uploads[key]
             if begin.nonce is None:
@@ -352,7 +364,7 @@ class AdapterIngest:
         max_live = self._limits.max_live
         if not max_live:
             raise InvalidRequest("adapters are not served: set engine.adapters.max_live, and restart the service")
-        if name in (self._config.model.name, *self._config.model.aliases):
+        if self._is_of_model(name):
             raise InvalidRequest(f"{name!r} is the name of the served model: give the adapter another one")
         names = {adapter.name for adapter in self.live}
         if name not in names and len(names) >= max_live:
@@ -361,6 +373,9 @@ class AdapterIngest:
                 f"{', '.join(sorted(names))} with DELETE /v1/adapters/{{name}}, or raise it",
                 {"adapters": sorted(names), "max_live": max_live},
             )
+
+    def _is_of_model(self, name: str) -> bool:
+        return name in (self._config.model.name, *self._config.model.aliases)
 
     def _kept_version(self, name: str, version: int) -> AdapterVersion:
         versions = {adapter.version: adapter for adapter in self.live if adapter.name == name}
@@ -410,6 +425,7 @@ class _Upload:
 
     def __init__(self, folder: Path, config: bytes, begin: BeginAdapter) -> None:
         self.folder, self._begin = folder, begin
+        self.touched_at = time.monotonic()
         _make_folder(folder)
         write_synced(folder / CONFIG_FILE, config)
         with (folder / TENSORS_FILE).open("wb") as stream:
@@ -432,6 +448,7 @@ class _Upload:
             stream.seek(start)
             stream.write(content)
         self._missing.discard(index)
+        self.touched_at = time.monotonic()
 
     def require_complete(self) -> None:
         """Compare the digest of the file, which a client of this host may have written itself."""

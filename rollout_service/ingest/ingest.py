@@ -52,7 +52,7 @@ from rollout_service.protocol.upload import (
 from rollout_service.protocol.weight_log import Head, LogFile, Newest
 from rollout_service.protocol.weights import ServiceState, TensorDigests, WeightStatus
 from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, RepeatedTask, ShieldedTasks
-from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree
+from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remedy, remove_tree
 from rollout_service.store.labels import VersionLabels, require_kept
 from rollout_service.store.log import WeightLog, stage_again
 from rollout_service.store.manifest import Manifest
@@ -147,14 +147,20 @@ class Ingest:
     async def start(self) -> None:
         """Check the log, recover staged versions, and create version 0 from the configured model if the log is empty.
 
-        Raises LogLocked while another process writes the log, or LogCorrupt if it belongs to another model.
+        Raises LogLocked while another process writes the log, LogCorrupt if it belongs to another model, or
+        RolloutServiceError if its folder cannot be used.
         """
-        await asyncio.to_thread(self._lock.acquire, self._config.weights.lock_wait_s)
         try:
+            await asyncio.to_thread(self._lock.acquire, self._config.weights.lock_wait_s)
             await self._start()
-        except BaseException:
+        except BaseException as error:
             await self.stop()
-            raise
+            if not isinstance(error, OSError):
+                raise
+            todo = remedy(error, "check its disk")
+            raise RolloutServiceError(
+                f"the log at {self._log.root} cannot be used: {error}; {todo}, or name another weights.root"
+            ) from error
         self._preparing = asyncio.create_task(self._prepare_memory())
         for task in self._repeated:
             task.begin()
@@ -516,7 +522,8 @@ class Ingest:
             try:
                 manifest = await asyncio.to_thread(stage_again, self._log, source, number)
             except OSError as error:
-                raise RolloutServiceError(f"version {to} cannot be made the newest again: {error}") from error
+                what = f"version {to} cannot be made the newest again: {error}"
+                raise RolloutServiceError(f"{what}; {remedy(error, 'send the call again')}") from error
             version = manifest.version
             if record is not None:
                 record = record.model_copy(update={"begin": record.begin.numbered(version)})
@@ -538,9 +545,8 @@ class Ingest:
             if error.errno in DISK_FULL:
                 what = f"the manifest of version {manifest.version}, which is not committed,"
                 raise no_room(what, self._log.root, 2 * len(manifest.to_json())) from error
-            raise RolloutServiceError(
-                f"version {manifest.version} was not committed: {error}: commit it again"
-            ) from error
+            what = f"version {manifest.version} was not committed: {error}"
+            raise RolloutServiceError(f"{what}; {remedy(error, 'commit it again')}") from error
         await asyncio.to_thread(self._labels.note, manifest.version, manifest.label)
         self._kv_scales.committed(manifest)
         summary = self._summaries[head.version] = summary_of(manifest, head.digest, record)

@@ -18,6 +18,7 @@ import xxhash
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound, NotReady, RolloutServiceError
 from rollout_service.model.weight_files import INDEX_FILE, listed_files
+from rollout_service.protocol.upload import URL
 from rollout_service.runtime.threads import in_threads
 from rollout_service.store.durable_io import make_private, no_room, remove_tree
 
@@ -26,6 +27,7 @@ CONFIG_FILE = "config.json"
 """Says how FP8 codes are to be read; not every version has it."""
 _STAMP = "stamp"
 """File with a hash of the index and of what the store says about each file: sizes, times, ETags."""
+_URL = re.compile(URL)
 _NUMBERED = re.compile(r"weight_v(\d{1,15})")
 
 
@@ -36,7 +38,7 @@ def folder_name(version: str) -> str:
 
 def is_url(store: str) -> bool:
     """Return True for a URL, False for a folder."""
-    return "://" in store
+    return _URL.match(store) is not None
 
 
 class Stores:

@@ -3,6 +3,7 @@
 They begin as the served model's files, or as a whole folder that was pulled, and are kept once:
 
     <root>/<generation>/*.safetensors   the files of the version in STATE
+    <root>/OWNER                        marks a folder of this class, and is locked by the process that uses it
     <root>/STATE                        the version, and the store that it comes from
     <root>/PENDING                      the next generation, while files move into it
     <root>/spare                        a file of the last generation, whose pages the next file gets
@@ -47,7 +48,7 @@ from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.runtime.threads import in_threads
 from rollout_service.store.buffers import BufferPool, ThreadBuffers
-from rollout_service.store.durable_io import PASSING, make_private, no_room, remove_tree, replace_synced
+from rollout_service.store.durable_io import PASSING, WriterLock, make_private, no_room, remove_tree, replace_synced
 from rollout_service.store.mapped_files import Registered
 from rollout_service.store.reading import read_at
 from rollout_service.store.writer import write_at
@@ -58,6 +59,7 @@ MAX_LINKS = 64
 _COUNTED = re.compile(r"[1-9]\d*$")
 """The name of a base that a trainer has published, such as ``step-41``. A base that is not there, and has another name,
 ``0`` or ``base``, is the served model."""
+_OWNER = "OWNER"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -122,7 +124,7 @@ class TrainerWeights:
         self._root, self._model, self._roots, self._ignored = root, model, roots, ignored
         self._stores = Stores(root / "stores", urls)
         self._buffers = ThreadBuffers(registered)
-        self._lock = threading.Lock()
+        self._lock, self._owner = threading.Lock(), WriterLock(root, _OWNER, "weights.trainer_root")
         self._plans: dict[Path, _Plan] = {}
         self._loaded = False
         self._state: _State | None = None
@@ -135,6 +137,8 @@ class TrainerWeights:
             self.forget(store)
         with self._lock:
             parent = self._stores.folder(store) if is_url(store) else Path(store)
+            if is_url(store):
+                self._own()
             folder = parent / name if is_url(store) else allowed_path(parent / name, self._roots)
             self._stores.fetch(folder, again=True)
             if folder.is_dir() and is_url(store):
@@ -156,12 +160,14 @@ class TrainerWeights:
         """Remove what was read from a URL: it may have been damaged on the way. Raises Forbidden."""
         if is_url(store):
             with self._lock:
+                self._own()
                 remove_tree(self._stores.folder(store))
 
     def name_as(self, checkpoint: Path, folder: Path) -> None:
         """Remember that a trainer names the version in ``folder`` as ``checkpoint``, also for the next process."""
+        with self._lock:
+            self._own()
         link = self._link(checkpoint)
-        make_private(self._root)
         link.parent.mkdir(exist_ok=True)
         temporary = link.with_suffix(".tmp")
         temporary.unlink(missing_ok=True)
@@ -355,10 +361,10 @@ class TrainerWeights:
 
     def _load(self) -> None:
         """Read what an earlier process has kept, and finish what it had begun. Raises NotReady for an error of
-        ``PASSING``, and InvalidRequest for a folder with files of others."""
+        ``PASSING``, and the errors of ``_own``."""
         if self._loaded:
             return
-        self._require_own_folder()
+        self._own()
         self._loaded = True
         try:
             self._state = _State.model_validate_json((self._root / "STATE").read_bytes())
@@ -380,18 +386,28 @@ class TrainerWeights:
             logger.warning("the weights in %s are lost, and the next delta needs a whole folder: %s", self._root, error)
             self._forget()
 
-    def _require_own_folder(self) -> None:
-        """Raise InvalidRequest if ``_remove_others`` would remove files that this class has not made, or NotReady."""
+    def _own(self) -> None:
+        """Make the folder this process's own. Raises InvalidRequest if it has files that this class has not made,
+        LogLocked if another process uses it, or NotReady."""
         try:
-            is_begun = (self._root / "STATE").exists()
-            others = [] if is_begun else [path for path in self._generations() if not _is_own(path)]
+            is_begun = (self._root / "STATE").exists() or (self._root / _OWNER).exists()
+            others = [] if is_begun else self._generations()
+            if not others:
+                self._owner.acquire(0)
         except OSError as error:
-            raise NotReady(f"the weights in {self._root} cannot be read: {error}; send the call again") from error
+            raise NotReady(
+                f"weights.trainer_root={self._root} cannot be used: {error}; make it readable and writable for the "
+                "service, and send the call again"
+            ) from error
         if others:
             raise InvalidRequest(
                 f"weights.trainer_root={self._root} holds {others[0].name}, which the service has not made: set it to "
                 "a folder of its own, or leave it out"
             )
+
+    def close(self) -> None:
+        """Let another process use the folder."""
+        self._owner.release()
 
     def _generations(self) -> list[Path]:
         return sorted(self._root.glob("[0-9]*"))
@@ -409,14 +425,6 @@ class TrainerWeights:
         for path in self._generations():
             if self._state is None or path != self._kept:
                 remove_tree(path)
-
-
-def _is_own(path: Path) -> bool:
-    """Return True for what may be a generation: a checkpoint, or a version in a log, has further files."""
-    names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
-    return path.name.isdecimal() and all(
-        name.endswith((".safetensors", ".tmp")) or name == CONFIG_FILE for name in names
-    )
 
 
 def _unfinished(target: Path) -> Path:

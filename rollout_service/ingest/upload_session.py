@@ -42,7 +42,7 @@ from rollout_service.protocol.base import NEXT, Failure
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.runtime.threads import io_threads
-from rollout_service.store.durable_io import DISK_FULL, PASSING, no_room, read_thrice, remove_tree
+from rollout_service.store.durable_io import DISK_FULL, PASSING, no_room, read_thrice, remedy, remove_tree
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.staged_file import StagedFile
 from rollout_service.store.upload_record import JOURNAL, STAGED_FILE, UploadRecord, read_record, write_record
@@ -188,7 +188,8 @@ class UploadSession:
                 raise no_room(what, folder.parent, stored_bytes + part_bytes) from error
             if is_passing:
                 raise
-            raise RolloutServiceError(f"{what} cannot be laid out in {folder}: {error}") from error
+            what = f"{what} cannot be laid out in {folder}: {error}"
+            raise RolloutServiceError(f"{what}; {remedy(error, 'push it again')}") from error
         return writer, file
 
     def _recover_parts(self) -> None:
@@ -356,18 +357,20 @@ class UploadSession:
     def _dropped(self) -> NotFound:
         return NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew")
 
-    async def convert_shared(self, number: int, buckets: Sequence[Bucket]) -> None:
-        """Convert a batch of tensors in a trainer's memory. Return once they are no longer read.
+    @property
+    def lacks_tensors(self) -> bool:
+        """Return True while tensors have yet to come through shared memory."""
+        return bool(self._to_come)
 
-        Repeating a batch number awaits the same conversion.
+    def convert_shared(self, number: int, buckets: Sequence[Bucket]) -> asyncio.Task[None]:
+        """Convert a batch of tensors in a trainer's memory. The task ends once they are no longer read.
 
-        Raises NotFound if the version was discarded meanwhile, or the error of the first failed conversion.
+        Repeating a batch number returns the same task. The task raises NotFound if the version was discarded meanwhile,
+        or the error of the first failed conversion.
         """
         if number not in self._batches:
             self._batches[number] = asyncio.create_task(self._convert_shared(buckets))
-        await asyncio.shield(self._batches[number])
-        if (failure := self.failure) is not None:
-            raise failure
+        return self._batches[number]
 
     async def _convert_shared(self, buckets: Sequence[Bucket]) -> None:
         converting = [self.convert(bucket) for bucket in buckets]
@@ -377,6 +380,8 @@ class UploadSession:
             raise self._dropped() from None
         self._to_come.difference_update(*(bucket.names for bucket in buckets))
         self._received_at = time.monotonic()
+        if (failure := self.failure) is not None:
+            raise failure
 
     def all_came(self) -> None:
         """Allow the commit: a broadcast has brought every tensor."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollout_service.config import WeightsConfig
 from rollout_service.errors import (
+    DeltaBaseGone,
     InsufficientStorage,
     InvalidRequest,
     LogCorrupt,
@@ -42,7 +43,7 @@ from rollout_service.protocol.upload import (
     UploadPlan,
     UploadTensor,
 )
-from rollout_service.store.durable_io import PASSING, remove_tree
+from rollout_service.store.durable_io import PASSING, remedy, remove_tree
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Recipe
@@ -158,9 +159,10 @@ class Uploads:
             folder = await asyncio.to_thread(allowed_path, begin.source.path, self._config.source_roots)
             begin = begin.model_copy(update={"source": PathSource(path=folder)})
         if isinstance(begin.source, SharedMemorySource):
-            await self._release_memory()  # of earlier pushes: only a few memories are mapped at once
-            # before anything is dropped, so that a refused call has no effect
-            await asyncio.to_thread(self._trainer_memory.open, begin.source)
+            await self._drop_abandoned()
+            # before another upload is replaced, so that a refused call has no effect
+            await self._trainer_memory.hold(begin.source)
+            self._trainer_memory.release(begin.source)
         known = await self.committed(begin.version)
         if known is not None:
             stamp = await asyncio.to_thread(self._stamp_of, begin) if known.begin.describes_what(begin) else None
@@ -277,7 +279,8 @@ class Uploads:
         try:
             await asyncio.to_thread(staged.renumber, version, self._log.staging(version))
         except OSError as error:
-            raise RolloutServiceError(f"version {before} cannot be made version {version}: {error}") from error
+            what = f"version {before} cannot be made version {version}: {error}"
+            raise RolloutServiceError(f"{what}; {remedy(error, 'commit it again')}") from error
         self._staged[version] = self._staged.pop(before)
 
     @staticmethod
@@ -286,7 +289,8 @@ class Uploads:
         try:
             await asyncio.to_thread(lambda: staged.rename(**changes))
         except OSError as error:
-            raise RolloutServiceError(f"version {staged.begin.version} cannot be renamed: {error}") from error
+            what = f"version {staged.begin.version} cannot be renamed: {error}"
+            raise RolloutServiceError(f"{what}; {remedy(error, 'push it again')}") from error
 
     async def stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         """Lay out a version that expects parts, or convert the tensors of ``source``. Replaces another upload.
@@ -308,7 +312,7 @@ class Uploads:
             what = f"version {begin.version} cannot be staged in {uploads_folder(self._log.root)}: {error}"
             if error.errno in PASSING:
                 raise LogUnreadable(f"{what}; send the call again") from error
-            raise RolloutServiceError(what) from error
+            raise RolloutServiceError(f"{what}; {remedy(error, 'push it again')}") from error
         self._staged[begin.version] = staged
         self._dropped.pop(begin.version, None)
         return staged
@@ -378,15 +382,19 @@ class Uploads:
                 f"version {version} is staged by another push than {batch.transfer}: push version {NEXT!r}",
                 {"version": version},
             )
-        memory = self._trainer_memory.opened(source)
-        if memory is None:
-            memory = await asyncio.to_thread(self._trainer_memory.open, source)
-        buckets = list(shared_buckets(staged.begin.announced_tensors, batch, memory))
-        await staged.convert_shared(batch.batch, buckets)
+        memory = await self._trainer_memory.hold(source)
+        try:
+            buckets = list(shared_buckets(staged.begin.announced_tensors, batch, memory))
+            converting = staged.convert_shared(batch.batch, buckets)
+        except BaseException:
+            self._trainer_memory.release(source)
+            raise
+        converting.add_done_callback(lambda _: self._trainer_memory.release(source))  # also if the caller has left
+        await asyncio.shield(converting)
 
     async def expire(self) -> None:
-        """Drop uploads without activity for too long, and release the memory of trainers that have ended."""
-        await self._release_memory()
+        """Drop uploads without activity for too long, or whose trainer has released its memory or has ended."""
+        await self._drop_abandoned()
         for version, staged in list(self._staged.items()):
             now = time.monotonic()
             # The age of recovered parts comes from file times, and the wall clock may have been set since. Their sender
@@ -401,11 +409,17 @@ class Uploads:
                     f"{staged.record.num_parts} parts",
                 )
 
-    async def _release_memory(self) -> None:
-        """Release the memory that trainers have given up, unless a staged version needs it."""
-        sources = [staged.begin.source for staged in self._staged.values()]
-        used = {source.memory for source in sources if isinstance(source, SharedMemorySource)}
-        await asyncio.to_thread(self._trainer_memory.prune, used)
+    async def _drop_abandoned(self) -> None:
+        """Release the memory that trainers have given up, and drop the versions that lack tensors of it."""
+        for version, staged in list(self._staged.items()):
+            source = staged.begin.source
+            if not staged.lacks_tensors or not isinstance(source, SharedMemorySource):
+                continue
+            if not await asyncio.to_thread(self._trainer_memory.is_there, source):
+                await self.discard(version)
+                why = f"process {source.process}, whose memory its tensors come from, has released it or has ended"
+                self._note_dropped(version, f"{why}: push it again")
+        await asyncio.to_thread(self._trainer_memory.prune)
 
     async def close(self) -> None:
         """Stop converting and close every file; staged versions stay on disk for the next ingest."""
@@ -413,6 +427,7 @@ class Uploads:
             await staged.close()
         self.resources.close()
         self._trainer_memory.close()
+        self.trainer_weights.close()
 
     async def _stage_announced(self, begin: BeginUpload) -> UploadSession:
         return await self.stage(begin, await asyncio.to_thread(self.source_of, begin))
@@ -440,7 +455,9 @@ class Uploads:
                 raise InvalidRequest("what a trainer has shared cannot be read again: push it anew")
             staged = await self._stage_announced(record.begin)
         except (RolloutServiceError, OSError) as error:  # an unreadable upload must not keep the ingest from starting
-            if isinstance(error, InsufficientStorage | LogUnreadable):
+            why = error.__cause__ if isinstance(error, DeltaBaseGone) else None
+            is_passing = isinstance(why, OSError) and why.errno in PASSING  # the parts have not gone with the base
+            if is_passing or isinstance(error, InsufficientStorage | LogUnreadable):
                 logger.error("%s stays on disk until its upload is begun again: %s", parts, error)
                 return
             if number.isdecimal():

@@ -106,7 +106,7 @@ class CacheChooser:
             try:
                 held = await self._ingest.choose_kv_cache(choice)
             except (NotReady, InsufficientStorage) as error:
-                self.error = f"which dtype the KV cache has is not noted yet: {error}"
+                self.error = f"the choice of the KV cache's dtype is not stored yet: {error}"
                 logger.warning(self.error)
                 await asyncio.sleep(self._retry_s)
                 continue
@@ -186,5 +186,5 @@ def _number(share: float) -> float | None:
 
 def _choose_unmeasured(reason: str) -> KVCacheChoice:
     """Choose FP8 without a measurement, and log an error for it."""
-    logger.error("whether FP8 is accurate enough for keys and values is not known: %s", reason)
+    logger.error("the error of FP8 keys and values was not measured, and FP8 is used: %s", reason)
     return KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {reason}")

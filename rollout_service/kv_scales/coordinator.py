@@ -29,6 +29,8 @@ class VersionScales:
 
     def __init__(self, config: ServiceConfig, model: ServedModel) -> None:
         self._policy, self._model, self._no_use = config.kv_cache.scales_policy, model, _no_use(config, model)
+        if self._policy == "unit" and self._no_use:
+            logger.warning("kv_cache.scales_policy is unit, which has no effect: %s", self._no_use)
         self._newest: dict[str, float] | None = None
         """Scales of the newest version; None: 1 everywhere."""
 
@@ -41,7 +43,9 @@ class VersionScales:
         if scales is None:
             return
         if self._no_use:
-            raise InvalidManifest(f"the version brings {len(scales)} KV scales, but {self._no_use}")
+            raise InvalidManifest(
+                f"the version brings {len(scales)} KV scales, but {self._no_use}: leave kv_scales out"
+            )
         expected = {f"{layer}.{x}_scale" for layer in self._model.attention for x in TENSORS}
         wrong = {
             "missing": sorted(expected - scales.keys()),
@@ -108,11 +112,11 @@ class KVCacheCoordinator:
 def _no_use(config: ServiceConfig, model: ServedModel) -> str | None:
     """Return the reason why this service cannot use KV scales; None: it can."""
     if config.kv_cache.dtype == "bfloat16":
-        return "kv_cache.dtype is bfloat16, and a BF16 cache has none: leave kv_scales out"
+        return "kv_cache.dtype is bfloat16, and a BF16 cache has none"
     if not model.attention:
-        return f"{model.name} has no attention layers that take them: leave kv_scales out"
+        return f"{model.name} has no attention layers that take them"
     if config.quant.weights == "none" and config.scaling.on_gpus:
-        return "vLLM on a GPU loads them beside FP8 weights only, and quant.weights is none: leave kv_scales out"
+        return "vLLM on a GPU loads them beside FP8 weights only, and quant.weights is none"
     return None
 
 

@@ -23,11 +23,7 @@ from rollout_service.compat.transformers_internals import (
 )
 from rollout_service.errors import InvalidRequest
 from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
-from rollout_service.kv_scales.scales import (
-    Amax,
-    KVScales,
-    scales_from_amax,
-)
+from rollout_service.kv_scales.scales import Amax, KVScales, scales_from_amax
 from rollout_service.protocol.kv_scales import LayerError
 
 _Mine = TypeVar("_Mine")
@@ -209,10 +205,6 @@ def _observing_attention(original: AttentionFunction | None, see: Callable[..., 
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         see(module, query, key, value, scaling)
         attend = original or eager_attention(module)
-        if attend is None:
-            raise InvalidRequest(
-                f"{type(module).__name__} has no eager attention: load the model with attn_implementation='sdpa'"
-            )
         return attend(module, query, key, value, *args, scaling=scaling, **kwargs)
 
     return observed

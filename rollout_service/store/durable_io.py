@@ -28,8 +28,9 @@ _Read = TypeVar("_Read")
 class WriterLock:
     """An exclusive lock on a log's root. The kernel releases it when its process ends, in whatever way."""
 
-    def __init__(self, root: Path) -> None:
-        self._path = root / "LOCK"
+    def __init__(self, root: Path, name: str = "LOCK", setting: str = "weights.root") -> None:
+        """``setting``: the one that names the folder, for messages."""
+        self._path, self._setting = root / name, setting
         self._fd: int | None = None
 
     def acquire(self, timeout_s: float) -> Self:
@@ -72,7 +73,7 @@ class WriterLock:
                     holder = os.pread(fd, 100, 0).decode(errors="replace").strip()
                     raise LogLocked(
                         f"{self._path.parent} is being written by {holder or 'another process'}, and still was after "
-                        f"{timeout_s:g} s: stop that one, or name another weights.root"
+                        f"{timeout_s:g} s: stop that one, or name another {self._setting}"
                     ) from None
             time.sleep(_LOCK_POLL_S)
 
@@ -226,6 +227,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def remedy(error: OSError, otherwise: str) -> str:
+    """Return what helps against a failed write: permissions, or ``otherwise``."""
+    is_denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return "make that folder writable for the service" if is_denied else otherwise
 
 
 def no_room(what: str, folder: Path, needed_bytes: int) -> InsufficientStorage:

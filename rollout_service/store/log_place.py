@@ -4,6 +4,7 @@ The ingest chooses, since the log lies on its node. An existing log is continued
 ``disk_root`` names the folder in memory; if ``disk_root`` was removed, the log in memory is removed, too.
 """
 
+import logging
 import os
 import pwd
 import shutil
@@ -20,6 +21,7 @@ from rollout_service.runtime.memory import memory
 from rollout_service.store.durable_io import WriterLock, make_private, remove_tree, replace_synced, require_own
 from rollout_service.store.log import IN_MEMORY, log_at
 
+logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 _FIRST_USER = 1000
 """User ids from here on are people's; RemoveIPC spares those of the system."""
@@ -73,16 +75,25 @@ def claim_log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) 
     service.
     """
     place = log_place(config, shared_memory)
-    if config.weights.root != AUTO or not place.root.is_relative_to(shared_memory):
+    if config.weights.root != AUTO:
+        return place
+    marker = config.weights.disk_root_here() / IN_MEMORY
+    before = log_at(marker.parent)
+    if before not in (place.root, marker.parent) and (before / "LATEST").exists():
+        logger.warning(
+            "%s was renamed or copied, and its log in memory stays at %s, unused, while another begins at %s: rename "
+            "the folder back to continue that log, or remove %s if no other service has it", marker.parent, before,
+            place.root, before,
+        )  # fmt: skip
+    if not place.root.is_relative_to(shared_memory):
         return place
     make_private(place.root.parent)
-    marker = config.weights.disk_root_here() / IN_MEMORY
     if not marker.exists():
         if place.root.exists():
             with WriterLock(place.root).acquire(0):
                 remove_tree(place.root)
         marker.parent.mkdir(parents=True, exist_ok=True)
-    if log_at(marker.parent) != place.root:  # ``disk_root`` is new, or was moved or copied
+    if before != place.root:  # ``disk_root`` is new, or was moved or copied
         replace_synced(marker, f"{place.root}\n")  # a full disk must not leave an empty one
     make_private(place.root)
     return place

@@ -88,7 +88,7 @@ async def test_a_trainer_that_is_killed_in_the_middle_leaves_a_sound_ingest(serv
     found = await digests(*arguments(service, model, "service", expected.version + 1, seed=8))
     assert found == [expected.digest] * 2
     memories: TrainerMemory = service.ingest._uploads._trainer_memory
-    memories.prune(set())
+    memories.prune()
     assert memories._opened == {}
 
 

@@ -29,6 +29,8 @@ _STANDALONE_ONLY = (
 _TAKEN = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"}
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
 """Parameters that verl may send and our client does not support. These values have no effect."""
+_FIXED = {"enable_rollout_routing_replay": False, "full_determinism": False, "logprobs_mode": "processed_logprobs"}
+"""Settings of verl's rollout that would change its samples or logprobs. The plugin has these values only."""
 _NO_SLEEP = (
     "this plugin is for rollouts on GPUs of their own, which have nothing to free for the trainer: use separate_async, "
     "one_step_off_policy or fully_async, not the hybrid engine"
@@ -55,6 +57,9 @@ class RolloutServiceReplica(RolloutReplica):
                 "service: set rollout.nnodes=1, rollout.n_gpus_per_node=1 and rollout.tensor_model_parallel_size=1; "
                 "scaling.max_replicas of the service sets the number of engines"
             )
+        given = {name: getattr(self.config, name) for name in _FIXED}
+        if refused := {f"rollout.{name}": value for name, value in given.items() if value != _FIXED[name]}:
+            raise NotImplementedError(f"rollout.name={NAME} does not implement {refused}: leave verl's default")
         self._settings = settings_of(self.config.checkpoint_engine.engine_kwargs)
 
     async def init_hybrid(self, *_: object, **__: object) -> NoReturn:
@@ -82,10 +87,12 @@ class RolloutServiceReplica(RolloutReplica):
 
     async def launch_servers(self) -> None:
         """Start the actor that verl's clients call."""
+        lengths = (self.config.prompt_length, self.config.response_length, self.config.max_model_len)
+        defaults = {name: getattr(self.config, name) for name in ("ignore_eos", "repetition_penalty")}
         server = (
             ray.remote(RolloutServer)
             .options(name=server_name(self.replica_rank), max_concurrency=self.max_concurrency, num_cpus=0)
-            .remote(self._settings, self.config.prompt_length, self.config.response_length, self.config.max_model_len)
+            .remote(self._settings, *lengths, defaults)
         )
         self.servers = [server]
         self._server_handle = server
@@ -103,9 +110,15 @@ class RolloutServer:
     """
 
     def __init__(
-        self, settings: ServiceSettings, prompt_length: int, response_length: int, max_model_len: int | None
+        self,
+        settings: ServiceSettings,
+        prompt_length: int,
+        response_length: int,
+        max_model_len: int | None,
+        defaults: Mapping[str, object],
     ) -> None:
-        self._settings = settings
+        """Store the arguments. ``defaults``: verl's parameters for requests that leave them out."""
+        self._settings, self._defaults = settings, defaults
         self._prompt_length, self._response_length = prompt_length, response_length
         self._max_model_len = max_model_len
         self._client: RolloutClient | None = None
@@ -134,7 +147,7 @@ class RolloutServer:
         if self._rejecting:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self._newest_steps()})
         tokens = [int(token) for token in prompt_ids]
-        parameters = dict(sampling_params)
+        parameters = {**self._defaults, **sampling_params}
         wants_logprobs = bool(parameters.pop("logprobs", False))
         rollout = await self._open_client().generate(
             tokens,

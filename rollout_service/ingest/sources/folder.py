@@ -93,8 +93,10 @@ class Header(NamedTuple):
                 stat = os.fstat(file.fileno())
                 header = _header(file.fileno(), stat.st_size)
                 entries = _entries(header, stat.st_size)
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             raise InvalidManifest(f"{path} is not a safetensors file: {error}") from error
+        except OSError as error:
+            raise InvalidManifest(f"{path} cannot be read: {error}; make it readable for the service") from error
         return cls(entries, json.loads(header[8:]).get("__metadata__") or {}, len(header), stat)
 
 

@@ -4,8 +4,11 @@ Host memory is read in place. GPU memory is first copied, within the GPU or over
 of a GPU that this process does not see.
 """
 
+import asyncio
+import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -28,6 +31,7 @@ from rollout_service.runtime.shared_memory import SharedMemory, machine
 from rollout_service.runtime.views import view_at
 from rollout_service.store.mapped_files import Registered
 
+logger = logging.getLogger(__name__)
 _MOST_MEMORIES = 16
 """Maximum number of mapped trainer memories."""
 _HOST_BYTES, GPU_BYTES = 32 << 20, 384 << 20
@@ -97,38 +101,69 @@ MappedMemory: TypeAlias = _HostMemory | GpuMemory
 
 
 class TrainerMemory:
-    """The mapped memories of trainers, by name. Thread-safe."""
+    """The mapped memories of trainers, by name. ``hold`` and ``release`` are for one event loop; the others are
+    thread-safe."""
 
     def __init__(self, registered: Registered | None = None) -> None:
         """``registered``: registers memory with the GPU that quantizes; None: there is none."""
         self._registered = registered
         self._opened: dict[str, tuple[MappedMemory, SharedMemorySource]] = {}
+        """Ordered by the time of mapping."""
         self._lock = threading.Lock()
+        self._holders, self._held = asyncio.Semaphore(_MOST_MEMORIES), Counter[str]()
 
-    def opened(self, source: SharedMemorySource) -> MappedMemory | None:
-        """Return the memory if it is already mapped. Does not block."""
-        memory, _ = self._opened.get(source.memory, (None, None))
-        return memory
+    async def hold(self, source: SharedMemorySource) -> MappedMemory:
+        """Return the memory, which stays mapped until ``release``. Waits while as many are held as may be mapped.
+
+        Raises NotShared, with the reason.
+        """
+        await self._holders.acquire()
+        self._held[source.memory] += 1  # before it is looked up: see _unmap
+        try:
+            opened = self._opened.get(source.memory)
+            return await asyncio.to_thread(self.open, source) if opened is None else opened[0]
+        except BaseException:
+            self.release(source)
+            raise
+
+    def release(self, source: SharedMemorySource) -> None:
+        """End a ``hold``."""
+        self._held[source.memory] -= 1
+        self._held += Counter()  # without names that nobody holds
+        self._holders.release()
 
     def open(self, source: SharedMemorySource) -> MappedMemory:
-        """Return the memory, mapping it if necessary. Raises NotShared, with the reason."""
+        """Return the memory, mapping it if necessary. Unmaps another one if too many are mapped, but none that is held.
+
+        Raises NotShared, with the reason.
+        """
         with self._lock:
             if source.memory not in self._opened:
                 try:
-                    self._opened[source.memory] = self._open(source), source
+                    opened = self._open(source)
                 except OSError as error:
                     what = f"GPU {source.gpu}" if isinstance(source, CudaIpcSource) else "memory"
                     raise NotShared(
                         f"the trainer's {what} cannot be read here: {error}. Send the tensors in parts",
                         {"process": source.process},
                     ) from error
+                if len(self._opened) >= _MOST_MEMORIES:
+                    any(map(self._unmap, list(self._opened)))  # ends with the first that nobody holds
+                self._opened[source.memory] = opened, source
             return self._opened[source.memory][0]
+
+    def _unmap(self, name: str) -> bool:
+        """Unmap a memory, unless it is held. The caller has the lock."""
+        entry = self._opened.pop(name)
+        if self._held[name]:  # looked at last, since ``hold`` takes no lock
+            self._opened[name] = entry
+            return False
+        entry[0].close()
+        return True
 
     def _open(self, source: SharedMemorySource) -> MappedMemory:
         if (here := machine()) != source.machine:
             raise OSError(f"the trainer runs on another machine ({source.machine}, and this is {here})")
-        if len(self._opened) >= _MOST_MEMORIES:
-            raise OSError(f"the memories of {len(self._opened)} trainers are mapped already")
         if not isinstance(source, CudaIpcSource):
             return _HostMemory(self._host_memory(source), self._registered)
         if self._registered is None:
@@ -146,20 +181,21 @@ class TrainerMemory:
 
     @classmethod
     def is_there(cls, source: SharedMemorySource) -> bool:
-        """Return True if the trainer still has the memory."""
+        """Return True if the trainer still has the memory, or if that is unknown."""
         try:
             cls._host_memory(source).close()
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # another user may have its process id now
             return False
+        except OSError as error:
+            logger.warning("whether process %d has its memory is not known: %s", source.process, error)
         return True
 
-    def prune(self, used: Collection[str]) -> None:
-        """Unmap memory that its trainer has released, or whose trainer has ended, except under the names ``used``."""
+    def prune(self) -> None:
+        """Unmap memory that its trainer has released, or whose trainer has ended, unless it is held."""
         with self._lock:
-            for name, (memory, source) in list(self._opened.items()):
-                if name not in used and not self.is_there(source):
-                    del self._opened[name]
-                    memory.close()
+            for name, (_, source) in list(self._opened.items()):
+                if not self.is_there(source):
+                    self._unmap(name)
 
     def close(self) -> None:
         """Unmap all memory; it must no longer be read."""

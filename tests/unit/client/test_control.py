@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -11,6 +12,7 @@ from rollout_service.client import RolloutClient
 from rollout_service.errors import (
     CommitTimeout,
     InsufficientStorage,
+    InvalidManifest,
     InvalidRequest,
     NotFound,
     NotReady,
@@ -99,6 +101,41 @@ async def test_a_name_that_no_adapter_has_reaches_no_route(service, client, name
     ):
         with pytest.raises(InvalidRequest, match="is no name of an adapter"):
             await call()
+    assert service.log == []
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({}, f"{CONFIG_FILE} cannot be read: No such file"),
+        ({CONFIG_FILE: b"{}", "adapter_model.bin": b""}, f"{TENSORS_FILE} cannot be read: No such file"),
+        ({CONFIG_FILE: b"{"}, "is not JSON"),
+        ({CONFIG_FILE: b"\xff\xfe\xff"}, "is not JSON"),
+        ({CONFIG_FILE: b"[]"}, "holds no JSON object, but a list"),
+        ({CONFIG_FILE: b"{}", TENSORS_FILE: b""}, "is no safetensors file: it has 0 bytes"),
+        ({CONFIG_FILE: b"{}", TENSORS_FILE: b"version https://git-lfs"}, "is no safetensors file: it has 23 bytes"),
+    ],
+    ids=["no folder", "no safetensors", "no JSON", "no text", "no object", "empty", "Git LFS"],
+)
+async def test_a_folder_that_is_no_adapter_says_what_to_do(service, client, tmp_path, files, complaint):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidRequest, match=f"{complaint}.*; save the adapter with PEFT's save_pretrained"):
+        await client.push_adapter("run-a", tmp_path)
+    assert service.log == []
+
+
+@pytest.mark.parametrize("config", [{"lora_alpha": float("nan")}, {("r",): 8}, [8], 8], ids=str)
+async def test_a_configuration_that_is_not_peft_s_is_refused(service, client, config):
+    with pytest.raises(InvalidRequest, match="give PEFT's LoraConfig"):
+        await client.push_adapter("run-a", {"w": torch.ones(2, 2)}, config=config)
+    assert service.log == []
+
+
+async def test_an_adapter_with_a_tensor_that_has_no_bytes_is_refused(service, client):
+    for tensor in torch.ones(2, 2, device="meta"), torch.ones(2, 2).to_sparse(), None:
+        with pytest.raises(InvalidManifest, match=r"tensor w cannot be sent: .*; "):
+            await client.push_adapter("run-a", {"w": tensor}, config={})
     assert service.log == []
 
 

@@ -148,10 +148,10 @@ async def test_threads_that_take_turns_fill_a_log_in_memory(model, weights):
 async def test_memory_that_its_trainer_gave_up_is_closed(service, client, weights):
     memories = service.ingest._uploads._trainer_memory
     await client.push_weights(1, dict(weights), transport="cuda_ipc", wait="none")
-    memories.prune(set())
+    memories.prune()
     assert len(memories._opened) == 1
     await client.aclose()
-    memories.prune(set())
+    memories.prune()
     assert memories._opened == {}
 
 

@@ -77,7 +77,7 @@ class TestRequest:
         for prompt in ([1.5], [[1, 2]], 7, ["text"]):
             with pytest.raises(InvalidRequest, match="flat sequence of integer token ids"):
                 await client.generate(prompt)
-        for name, wrong in {"temperature": float("nan"), "n": 0, "stop": "text", "stop_token_ids": ["x"]}.items():
+        for name, wrong in {"temperature": float("nan"), "n": 0, "stop": [1], "stop_token_ids": ["x"]}.items():
             with pytest.raises(InvalidRequest, match=name):
                 await client.generate([1], **{name: wrong})
         with pytest.raises(InvalidRequest, match="options of the request refused: priority='high'"):

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 
-from rollout_service.client import RolloutClient
+from rollout_service.client import RolloutClient, _part_sender
 from rollout_service.client._part_sender import PlainConnections
 from rollout_service.errors import Overloaded
 from rollout_service.protocol.upload import UPLOAD_KEY_HEADER, UploadTensor, listener_proof
@@ -121,6 +121,16 @@ def test_no_connection_is_a_connect_error():
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(httpx.ConnectError):
         PlainConnections(url, PinnedCertificates().context, 1.0).put("/", PIECES, {})
+
+
+def test_a_listener_that_reads_nothing_is_a_write_timeout(monkeypatch):
+    monkeypatch.setattr(_part_sender, "WRITE_S", 1.0)  # the kernel's timeout; 0 would be none
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        connections = PlainConnections(url, PinnedCertificates().context, 30.0)
+        with pytest.raises(httpx.WriteTimeout, match="nothing was accepted for 1 s"):
+            connections.put("/parts/0", [memoryview(bytes(64 << 20))], {})
+        connections.close()
 
 
 def push_threads() -> list[str]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 
 import httpx
@@ -19,7 +19,7 @@ from rollout_service.client import RolloutClient, _shared_memory
 from rollout_service.client._tensors import TensorSource, describe
 from rollout_service.errors import InvalidRequest, NotFound, NotShared, QuantizationError, UploadIncomplete
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.ingest.sources.shared_memory import TrainerMemory
+from rollout_service.ingest.sources.shared_memory import _MOST_MEMORIES, TrainerMemory
 from rollout_service.ingest.uploads import AnnouncedTables
 from rollout_service.kv_scales.scales import KVScales, LayerScales
 from rollout_service.model.served_model import ServedModel
@@ -161,6 +161,35 @@ class TestPush:
         await client.push_weights(1, other, transport="shared_memory", wait="none")
         expected = await client.push_weights(2, other, transport="http", wait="none")
         assert service.log.manifest(1).digest == expected.digest
+
+
+@pytest.mark.usefixtures("small_batches")
+async def test_more_pushes_at_once_than_memories_may_be_mapped_succeed(service, weights):
+    begun, all_began = 0, asyncio.Event()
+
+    class Meet(httpx.AsyncHTTPTransport):
+        """Holds the first batch of each push back until every push has begun."""
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            nonlocal begun
+            if request.url.path == "/v1/weights":
+                reply = await super().handle_async_request(request)
+                begun += 1
+                if begun == _MOST_MEMORIES + 1:
+                    all_began.set()
+                return reply
+            await all_began.wait()
+            return await super().handle_async_request(request)
+
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(RolloutClient(service.url, retries=0, transport=Meet()))
+            for _ in range(_MOST_MEMORIES + 1)
+        ]
+        pushes = [client.push_weights("next", weights, transport="shared_memory", wait="none") for client in clients]
+        results = await asyncio.gather(*pushes, return_exceptions=True)
+    assert not [result for result in results if isinstance(result, NotShared)]
+    assert service.log.versions()[-1] == _MOST_MEMORIES + 1
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -342,6 +371,16 @@ class TestWhatIsRefused:
             await ingest.take_shared(1, batch_of(0, NORM))
         await ingest.take_shared(1, batch_of(0, NORM, transfer="b" * 32))
 
+    async def test_a_version_whose_trainer_is_gone_is_dropped(self, ingest, memory, weights):
+        await ingest.take_shared(1, batch_of(0, NORM))
+        memory.close()
+        other = SharedMemory.create(1 << 20)
+        await ingest.begin(BeginUpload(version=2, source=source_of(other, weights, "b" * 32)))
+        with pytest.raises(NotFound, match=f"process {os.getpid()}, whose memory .* has ended: push it again"):
+            await ingest.take_shared(1, batch_of(1, NORM + 1))
+        assert list(ingest._uploads._trainer_memory._opened) == [other.name]
+        other.close()
+
     async def test_an_ingest_that_starts_anew_says_that_it_must_be_pushed_again(self, ingest, model):
         await ingest.stop()
         async with started(config_of(model, ingest._log.root)) as again:
@@ -371,17 +410,33 @@ class TestMemory:
         with (tmp_path / "file").open("w") as file, pytest.raises(FileNotFoundError, match="not the memory"):
             SharedMemory.open(os.getpid(), file.fileno(), memory.name)
 
-    def test_what_its_trainer_gave_up_is_let_go(self, weights):
+    async def test_what_its_trainer_gave_up_is_let_go(self, weights):
         memory = SharedMemory.create(1 << 20)
         opened, source = TrainerMemory(), source_of(memory, weights)
-        opened.open(source)
-        opened.prune(set())
+        await opened.hold(source)
+        opened.prune()
         assert list(opened._opened) == [memory.name]
         memory.close()
-        opened.prune({memory.name})
+        opened.prune()
         assert list(opened._opened) == [memory.name]
-        opened.prune(set())
+        opened.release(source)
+        opened.prune()
         assert opened._opened == {}
+
+    async def test_one_memory_too_many_waits_for_another(self, weights):
+        memories = [SharedMemory.create(1) for _ in range(_MOST_MEMORIES + 1)]
+        sources, opened = [source_of(memory, weights) for memory in memories], TrainerMemory()
+        for source in sources[:-1]:
+            await opened.hold(source)
+        waiting = asyncio.create_task(opened.hold(sources[-1]))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        opened.release(sources[3])
+        await waiting
+        assert opened._opened.keys() == {source.memory for source in (*sources[:3], *sources[4:])}
+        opened.close()
+        for memory in memories:
+            memory.close()
 
     def test_what_is_registered_is_given_back(self, memory, weights):
         registered: list[int] = []

@@ -1,4 +1,5 @@
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
@@ -87,6 +88,38 @@ class TestBytes:
     def test_another_dtype_is_refused_by_name(self, dtype):
         with pytest.raises(ValueError, match=rf"tensor layer\.w is {str(dtype)[6:]}.*cast it first"):
             describe("layer.w", torch.zeros(2).to(dtype))
+
+    @pytest.mark.parametrize(
+        ("make", "complaint"),
+        [
+            (lambda: torch.ones(2, 2, device="meta"), "on the meta device and has no values; load"),
+            (lambda: torch.ones(2, 2).to_sparse(), r"layout is torch\.sparse_coo; send tensor\.to_dense"),
+            (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"send tensor\.dequantize"),
+            (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "is nested; send each"),
+            (lambda: torch.ones(2, 2).numpy(), r"is a ndarray; give a torch\.Tensor"),
+            (lambda: None, r"is a NoneType; give a torch\.Tensor"),
+        ],
+        ids=["meta", "sparse", "quantized", "nested", "numpy", "none"],
+    )
+    def test_a_tensor_without_plain_bytes_is_refused_by_name(self, make, complaint):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls some of them deprecated
+            tensor = make()
+        table = [UploadTensor(name="w", dtype="float32", shape=(2, 2))]
+        for pairs, known in [({"w": tensor}, None), (iter([("w", tensor)]), None), ({"w": tensor}, table)]:
+            with pytest.raises(ValueError, match=f"tensor w cannot be sent: .*{complaint}"):
+                list(TensorSource(pairs, known))
+
+    @pytest.mark.parametrize("known", [None, [UploadTensor(name="w", dtype="float32", shape=(2, 2))]])
+    def test_what_is_no_pairs_is_refused(self, known):
+        weight, pairs = torch.ones(2, 2), r"give a module, a mapping, or pairs"
+        for given in ([weight], iter([weight]), "weights", None):
+            with pytest.raises(ValueError, match=pairs):
+                list(TensorSource(given, known))
+
+    def test_tensors_without_names_are_refused(self):
+        with pytest.raises(ValueError, match="its name is a int; give pairs of a name and a tensor"):
+            TensorSource(dict(enumerate([torch.ones(2)])), None)
 
 
 TABLE = (

@@ -33,6 +33,7 @@ from rollout_service.errors import (
     UploadIncomplete,
     VersionConflict,
 )
+from rollout_service.ingest.adapters import MIN_UPLOADS
 from rollout_service.protocol.adapters import (
     CONFIG_FILE,
     TENSORS_FILE,
@@ -155,6 +156,44 @@ async def test_a_restart_with_less_room_keeps_the_newest_adapters(model, tmp_pat
             await ingest.commit_adapter(name, CommitAdapter(path=str(folder)))
     async with started(config(max_live)) as again:
         assert [str(adapter) for adapter in again.adapter_versions] == left
+
+
+async def test_an_alias_with_the_name_of_an_adapter_is_refused(model, tmp_path):
+    def config(**names: Any) -> ServiceConfig:
+        config = config_of(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path]})
+        return config.model_copy(update={"model": config.model.model_copy(update=names)})
+
+    folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))
+    async with started(config()) as ingest:
+        pushed = await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
+    for names in {"aliases": ["run-a"]}, {"served_name": "run-a"}:
+        with pytest.raises(InvalidRequest, match=r"adapter run-a@1 has a name of the served model.*DELETE"):
+            async with started(config(**names)):
+                pass
+    async with started(config()) as again:
+        assert await again.adapters() == [pushed]
+
+
+async def test_the_upload_that_is_idle_for_the_longest_is_removed(service):
+    def begin(number: int) -> BeginAdapter:
+        return BeginAdapter(config=CONFIG, digest=f"{number:032x}", nbytes=100)
+
+    ingest = service.ingest
+    begun = [await ingest.begin_adapter("run-a", begin(number)) for number in range(MIN_UPLOADS)]
+    await ingest.adapter_part("run-a", begun[0].digest, 0, bytes(100))
+    await ingest.begin_adapter("run-a", begin(MIN_UPLOADS))
+    with pytest.raises(NotFound, match="has no upload"):
+        await ingest.adapter_part("run-a", begun[1].digest, 0, bytes(100))
+    for upload in (begun[0], *begun[2:]):
+        await ingest.adapter_part("run-a", upload.digest, 0, bytes(100))
+
+
+async def test_each_live_adapter_has_room_for_an_upload(model, tmp_path):
+    config = config_of(model, tmp_path / "log", engine={"adapters": {"max_live": 20, "max_rank": 8}})
+    async with started(config) as ingest:
+        begins = [BeginAdapter(config=CONFIG, digest=f"{number:032x}", nbytes=100) for number in range(20)]
+        begun = [await ingest.begin_adapter(f"run-{number}", begin) for number, begin in enumerate(begins)]
+        await ingest.adapter_part("run-0", begun[0].digest, 0, bytes(100))
 
 
 async def test_what_others_have_beside_the_log_is_not_removed(model, tmp_path):
@@ -280,7 +319,8 @@ async def test_a_refused_folder_leaves_no_copy(model, tmp_path):
     ("number", "error", "why"),
     [
         (errno.ENOSPC, InsufficientStorage, r"adapter run-a@1, which is not committed, needs \d+ bytes"),
-        (errno.EIO, RolloutServiceError, r"adapter run-a was not committed: \[Errno 5\].*push it again"),
+        (errno.EIO, RolloutServiceError, r"adapter run-a was not committed: \[Errno 5\].*; push it again"),
+        (errno.EROFS, RolloutServiceError, r"was not committed: \[Errno 30\].*; make that folder writable"),
     ],
 )
 async def test_an_adapter_that_a_disk_did_not_take_can_be_pushed_again(
@@ -401,8 +441,9 @@ async def test_vllms_routes_load_and_unload_folders(model, tmp_path):
             assert (await http.post("/v1/load_lora_adapter", json=body | field)).status_code == 422
         outside = await http.post("/load_lora_adapter", json=body | {"lora_path": str(tmp_path)})
         assert outside.status_code == 403, outside.text
-        refused = await http.post("/v1/unload_lora_adapter", json={"lora_name": "run-a"})
-        assert refused.status_code == 404 and "there is no adapter 'run-a'" in refused.text
+        for path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):  # vLLM's and SGLang's
+            refused = await http.post(path, json={"lora_name": "run-a"})
+            assert refused.status_code == 404 and "there is no adapter 'run-a'" in refused.text
 
 
 async def test_without_the_setting_adapters_are_refused(model, tmp_path):

@@ -215,6 +215,17 @@ async def unreadable(restarted: Restart, ingest: Ingest, trainer: Trainer, weigh
 
 
 class TestDiskThatFails:
+    @pytest.mark.parametrize(
+        ("number", "todo"), [(errno.EACCES, "make that folder writable for the service"), (errno.EIO, "check its disk")]
+    )
+    async def test_a_folder_that_cannot_be_locked_is_named(self, ingest, config, log, monkeypatch, number, todo):
+        await ingest.stop()
+        fail(monkeypatch, durable_io.WriterLock, "_open", number)
+        why = rf"the log at {log.root} cannot be used: .*; {todo}, or name another weights\.root"
+        with pytest.raises(RolloutServiceError, match=why):
+            async with started(config):
+                pass
+
     async def test_a_commit_that_fails_on_disk_stays_staged_for_a_retry(self, ingest, trainer, weights, log):
         await trainer.upload(1, weights)
         (log.root / ".LATEST.tmp").mkdir()

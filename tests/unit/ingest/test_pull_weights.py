@@ -22,6 +22,7 @@ from rollout_service.errors import (
     InvalidDelta,
     InvalidManifest,
     InvalidRequest,
+    LogLocked,
     NotFound,
     NotReady,
     RolloutServiceError,
@@ -118,7 +119,7 @@ async def test_a_chain_of_deltas_equals_whole_versions(ingest, tmp_path, store, 
         await require(ingest, version, steps[version], model)
     await ingest.pulls.settled()
     kept = [path.name for path in (tmp_path / "log" / "trainer").rglob("*") if path.is_file()]
-    assert sorted(kept) == ["STATE", "config.json", "model.safetensors"]  # the weights are kept once
+    assert sorted(kept) == ["OWNER", "STATE", "config.json", "model.safetensors"]  # the weights are kept once
 
 
 async def test_twenty_steps_have_a_whole_push_s_digests(ingest, store, weights, model):
@@ -454,6 +455,38 @@ async def test_what_others_have_in_trainer_root_is_not_removed(model, config, tm
     assert (tmp_path / "log" / "0").is_dir() and (tmp_path / "checkpoints" / "100" / "config.json").is_file()
 
 
+async def test_a_folder_whose_name_has_a_url_in_it_is_a_folder(ingest, store, steps, model):
+    odd = store / "s3:" / "run"
+    publish(odd, 1, steps[0], steps[1])
+    request = PullWeights(source_dir=f"{store}/s3://run", target_version=1, wait="none")
+    assert (await ingest.pull_weights(request)).version == 1
+    await require(ingest, 1, steps[1], model)
+
+
+async def test_numbered_folders_of_safetensors_alone_are_not_removed(model, config, tmp_path, store, steps):
+    shutil.copytree(model, tmp_path / "checkpoints" / "100", ignore=lambda _, names: {*names} - {"model.safetensors"})
+    publish(store, 1, steps[0], steps[1])
+    weights = config.weights.model_copy(update={"trainer_root": tmp_path / "checkpoints"})
+    async with started(config.model_copy(update={"weights": weights})) as ingest:
+        with pytest.raises(InvalidRequest, match=r"checkpoints holds 100, which the service has not made"):
+            await pull(ingest, store, 1)
+    assert [path.name for path in (tmp_path / "checkpoints" / "100").iterdir()] == ["model.safetensors"]
+
+
+async def test_two_services_do_not_use_one_trainer_root(ingest, model, config, tmp_path, store, steps):
+    publish(store, 1, steps[0], steps[1])
+    weights = config.weights.model_copy(update={"trainer_root": tmp_path / "trainer"})
+    first = config.model_copy(update={"weights": weights.model_copy(update={"root": tmp_path / "first"})})
+    second = config.model_copy(update={"weights": weights.model_copy(update={"root": tmp_path / "second"})})
+    async with started(second) as other:
+        async with started(first) as one:
+            assert await pull(one, store, 1) == 1
+            with pytest.raises(LogLocked, match=r"trainer is being written by .*name another weights\.trainer_root"):
+                await pull(other, store, 1)
+        assert await pull(other, store, 1) == 1
+        await require(other, 1, steps[1], model)
+
+
 async def test_kept_weights_that_cannot_be_read_just_now_are_not_lost(
     ingest, config, tmp_path, store, steps, model, monkeypatch
 ):
@@ -620,7 +653,7 @@ async def test_a_follower_that_ends_fails_the_health_check(config, store, monkey
             try:
                 follower.check_tasks()
             except RolloutServiceError as error:
-                assert str(error) == f"weights.watch={store}: the task for that has ended"
+                assert str(error) == f"weights.watch={store} has stopped: its task ended; restart this process"
                 break
             await asyncio.sleep(0.01)
     finally:

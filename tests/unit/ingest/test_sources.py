@@ -1,5 +1,6 @@
 """Where unquantized tensors come from: folders that must be what they say, and parts cut anywhere."""
 
+import errno
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ from rollout_service.ingest.sources.folder import FolderSource, allowed_path
 from rollout_service.ingest.staged_parts import stream_buckets
 from rollout_service.protocol.upload import SourceDtype, UploadTensor, placed
 from rollout_service.store.staged_file import StagedFile
+from tests.unit.ingest.faults import fail, of
 
 WEIGHTS = {"a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -123,6 +125,12 @@ class TestFolder:
             with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
                 FolderSource(folder)
         assert not (tmp_path / "trace").exists()
+
+    def test_a_file_that_cannot_be_read_is_not_called_damaged(self, folder, monkeypatch):
+        (folder / "model.safetensors").write_bytes(save(WEIGHTS))
+        fail(monkeypatch, Path, "open", errno.EACCES, of(folder / "model.safetensors"))
+        with pytest.raises(InvalidManifest, match=r"model\.safetensors cannot be read: .*make it readable"):
+            FolderSource(folder)
 
     @pytest.mark.parametrize(
         "make",

@@ -81,6 +81,14 @@ class TestCommit:
             assert came(log.manifest(2)) == (None, "unit")
 
 
+@pytest.mark.parametrize(("dtype", "has_effect"), [("bfloat16", False), ("fp8_e4m3", True), ("auto", True)])
+def test_a_policy_that_has_no_effect_is_logged(model, caplog, dtype, has_effect):
+    given = {"model": {"path": model}, "kv_cache": {"dtype": dtype, "scales_policy": "unit"}}
+    config = ServiceConfig.model_validate(given)
+    VersionScales(config, ServedModel.of(config.model))
+    assert ("kv_cache.scales_policy is unit, which has no effect" in caplog.text) is not has_effect
+
+
 class TestAgain:
     async def test_the_same_scales_are_the_same_and_others_conflict(self, ingest, trainer, weights):
         await trainer.push(1, weights, SCALES)

@@ -117,6 +117,18 @@ def test_a_log_on_the_disk_is_found_beside_the_name_of_one_that_memory_lost(conf
     assert log_at(disk) == log_place(config, tmp_path / "none").root == disk
 
 
+def test_a_renamed_disk_root_says_where_its_log_stays(config, shm, tmp_path, caplog):
+    before = claim_log_place(config, shm).root
+    begin(before)
+    renamed = config.weights.disk_root_here().rename(tmp_path / "renamed")
+    weights = config.weights.model_copy(update={"disk_root": renamed})
+    place = claim_log_place(config.model_copy(update={"weights": weights}), shm)
+    said = f"{renamed} was renamed or copied, and its log in memory stays at {before}, unused"
+    assert place.root != before and caplog.text.count(said) == 1
+    claim_log_place(config.model_copy(update={"weights": weights}), shm)
+    assert caplog.text.count(said) == 1
+
+
 def test_a_copy_of_disk_root_names_its_own_log(config, shm, tmp_path):
     begin(claim_log_place(config, shm).root)
     copy = shutil.copytree(config.weights.disk_root_here(), tmp_path / "copy")
