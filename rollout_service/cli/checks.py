@@ -1,5 +1,6 @@
 """Find what would keep a deployment from starting on this machine, before anything is started."""
 
+import json
 import math
 import os
 import shutil
@@ -11,9 +12,10 @@ from typing import NamedTuple
 
 from rollout_service.cli import machine
 from rollout_service.cli.machine import TorchCuda
-from rollout_service.config import ServiceConfig
+from rollout_service.config import EngineConfig, ServiceConfig
 from rollout_service.config.deployment_file import Document, args_of
 from rollout_service.config.service import AUTO
+from rollout_service.engine.attention.choice import attention_settings
 from rollout_service.engine.hardware import has_nvcc, why_unfit
 from rollout_service.errors import InvalidManifest, NotFound, RolloutServiceError
 from rollout_service.gpu import nvidia_smi
@@ -21,6 +23,8 @@ from rollout_service.gpu.nvidia_smi import Gpu
 from rollout_service.runtime.memory import Memory
 from rollout_service.runtime.memory import memory as memory_here
 from rollout_service.runtime.tls import require_certificate
+
+_ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
 class Problem(NamedTuple):
@@ -111,9 +115,28 @@ def with_model(plan: Plan) -> tuple[Plan, list[Problem]]:
         report = inspect_model(model, plan.config.quant, engine.tensor_parallel_size, engine.expert_parallel)
         if model.revision is None:  # else the files that the hub's cache lacks are downloaded at the start
             _require_weights(plan.config.model_copy(update={"model": model}))
+        found = list(_context(plan.config.engine, model.path))
     except (OSError, ValueError, RolloutServiceError) as error:
         return plan, [Problem("model", str(error))]
-    return replace(plan, version_bytes=report.stored_bytes), []
+    return replace(plan, version_bytes=report.stored_bytes), found
+
+
+def _context(engine: EngineConfig, model: Path) -> Iterator[Problem]:
+    """Yield a problem if vLLM would refuse the context. Scaled rotary embeddings are left to vLLM."""
+    overrides = engine.extra.get("hf_overrides")
+    settings: dict[str, object] = {**attention_settings(model), **(overrides if isinstance(overrides, dict) else {})}
+    rope = json.dumps(settings.get("rope_parameters") or settings.get("rope_scaling"))
+    is_scaled = '"factor"' in rope and '"llama3"' not in rope  # Llama's maximum is that after scaling
+    names = ("max_position_embeddings", "model_max_length")
+    maximum = max((length for name in names if isinstance(length := settings.get(name), int)), default=0)
+    if is_scaled or _ALLOW_LONG in engine.env or not 0 < maximum < engine.max_model_len:
+        return
+    found = f"{engine.max_model_len}, and config.json of {model} has max_position_embeddings={maximum}"
+    yield Problem(
+        "engine.max_model_len",
+        found,
+        f"engine.max_model_len: {maximum} at most, or YaRN by engine.extra.hf_overrides (docs/vllm_settings.md)",
+    )
 
 
 def _require_weights(config: ServiceConfig) -> None:
@@ -126,6 +149,22 @@ def _require_weights(config: ServiceConfig) -> None:
     except (NotFound, InvalidManifest):
         if not (log_place(config).root / "LATEST").is_file():
             raise
+
+
+def unknown_settings(document: Document) -> Iterator[Problem]:
+    """Yield the keys that Serve does not know, and ignores: a misspelled certificate would mean plain HTTP."""
+    from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+
+    applications = [given for given in document["applications"] if isinstance(given, dict)]
+    for where, given, schema in (
+        ("", document, ServeDeploySchema),
+        ("http_options.", document.get("http_options") or {}, HTTPOptionsSchema),
+        *(("applications.", application, ServeApplicationSchema) for application in applications),
+    ):
+        for name in given.keys() - schema.model_fields.keys():
+            yield Problem(
+                f"{where}{name}", "no setting of Ray Serve, which ignores it", "another name, or leave it out"
+            )
 
 
 def problems(plan: Plan) -> Iterator[Problem]:

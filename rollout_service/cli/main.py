@@ -207,16 +207,17 @@ def doctor(
 
     with needs_engine("doctor"):
         from rollout_service.cli import machine
-        from rollout_service.cli.checks import Plan, problems, with_model
+        from rollout_service.cli.checks import Plan, problems, unknown_settings, with_model
     if path is None:
         path = deployment_file.GPU if machine.engines_on_gpus() else deployment_file.CPU
     try:
-        plan, found = with_model(Plan.of(deployment_file.read_document(path)))
+        document = deployment_file.read_document(path)
+        plan, found = with_model(Plan.of(document))
     except ValidationError as error:
         fail(_invalid(path, error))
     except ValueError as error:
         fail(error)
-    found += problems(plan)
+    found += (*unknown_settings(document), *problems(plan))
     if found:
         fail("\n  ".join([f"{path} would not start on this machine:", *map(str, found)]))
     typer.echo(f"{path} can start on this machine")

@@ -129,8 +129,8 @@ class Prepared:
         return (
             f"{'engines on GPUs' if self.plan.on_gpus else 'engines on the CPU'}: a context of {engine.max_model_len} "
             f"tokens{of} (engine.max_model_len), {engine.max_num_seqs} sequences at once (engine.max_num_seqs), "
-            f"{scaling.min_replicas} to {scaling.max_replicas} replicas, weights in {config.weights.root}; "
-            "--print-config > FILE writes all settings, to be changed and run by serve run FILE"
+            f"{scaling.min_replicas} to {scaling.max_replicas} replicas, weights in {log_place(config).root}; "
+            "for other settings: --print-config > FILE, edit FILE, serve run FILE"
         )
 
     def problems(self) -> list[Problem]:

@@ -1,9 +1,11 @@
 """Settings of one engine: quantization of its weights, its KV cache, and the engine itself."""
 
-from typing import Annotated, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
+from rollout_service.protocol.base import refuse_bool
 from rollout_service.protocol.tensors import QuantWeights
 
 _GRAPH_KEYS = {"cudagraph_capture_sizes", "cudagraph_mode", "cudagraph_num_of_warmups", "max_cudagraph_capture_size"}
@@ -16,10 +18,22 @@ _KERNELS_OF_MODE: dict[str, Literal["cuda_eager", "cuda_compiled"]] = {
 """vLLM's ``compilation_config.mode`` → kernels."""
 
 
+def _is_number(annotation: Any) -> bool:
+    """Return True if a field takes numbers and no booleans."""
+    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = [get_args(choice)[0] if get_origin(choice) is Annotated else choice for choice in choices]
+    return bool not in kinds and (int in kinds or float in kinds)
+
+
 class Config(BaseModel):
-    """Base class of sections: immutable; unknown fields, infinity and NaN refused."""
+    """Base class of sections: immutable; unknown fields, infinity, NaN, and booleans for numbers refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _booleans_are_no_numbers(cls, value: object, field: ValidationInfo) -> object:
+        return refuse_bool(value) if _is_number(cls.model_fields[field.field_name or ""].annotation) else value
 
 
 class QuantConfig(Config):
@@ -120,7 +134,7 @@ class EngineConfig(Config):
     enforce_eager: bool = False
     """Disable torch.compile and CUDA graphs. Always on for the CPU."""
 
-    cuda_graph_sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1)
+    cuda_graph_sizes: tuple[Annotated[int, Field(ge=1, strict=True)], ...] | None = Field(default=None, min_length=1)
     """Batch sizes in tokens for which CUDA graphs are captured. A step is padded to the next larger size. None: 28
     sizes up to 512. Fewer sizes start faster and pad more. Not on the CPU."""
 

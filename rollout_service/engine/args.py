@@ -104,7 +104,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         kv_transfer_config=_offloading(config, on_cpu),
         **_adapters(config, on_cpu),
         **_attention(config),
-        **({} if on_cpu or config.quant.weights == "none" else _kernels(config)),
+        **_kernels(config, on_cpu),
     )
     return AsyncEngineArgs(**with_extra(owned, config, on_cpu))
 
@@ -308,8 +308,14 @@ def _capability() -> Capability | None:
     return None if found is None else (found.major, found.minor)
 
 
-def _kernels(config: ServiceConfig) -> dict[str, object]:
+def _kernels(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
     linear = config.engine.linear_backend
+    if linear != "auto" and on_cpu:
+        raise ValueError(f"engine.linear_backend is {linear}, and the CPU has no choice of kernels: leave it out")
+    if linear != "auto" and config.quant.weights == "none":
+        logger.warning("engine.linear_backend is %s, which has no effect: quant.weights is none", linear)
+    if on_cpu or config.quant.weights == "none":
+        return {}
     if (capability := _capability()) is not None:
         linear = linear_backend(config, capability)
         logger.info("linear layers: %s", "DeepGEMM where sizes allow it" if linear == "auto" else linear)

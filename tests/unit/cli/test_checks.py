@@ -34,6 +34,10 @@ TWO_GPUS: dict[str, Any] = {
     "weights": {"ingest_num_gpus": 0},
 }
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5} | {
+    "original_max_position_embeddings": 16
+}
+
 
 def gpu(index: int = 0, capability: tuple[int, int] = (9, 0), memory: int = 141 * GB, free: int = 140 * GB) -> Gpu:
     return Gpu(
@@ -69,17 +73,41 @@ class TestPlan:
 
     def test_knows_the_size_of_a_model_that_is_here(self, tmp_path):
         path = make_model(tmp_path / "qwen3", "qwen3")
-        sized, found = checks.with_model(plan(model={"path": path}))
+        sized, found = checks.with_model(plan(model={"path": path}, engine={"max_model_len": 1024}))
         assert sized.version_bytes > 0 and found == []
         four = {"engine": {"tensor_parallel_size": 4}, "scaling": {"num_gpus": 4}}
         _, [problem] = checks.with_model(plan(model={"path": path}, **four))
         assert "128" in problem.found
 
+    @pytest.mark.parametrize(
+        ("changes", "engine", "is_told"),
+        [
+            ({}, {"max_model_len": 4096}, True),
+            ({}, {"max_model_len": 64}, False),
+            ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, {"max_model_len": 4096}, False),
+            ({"rope_parameters": LLAMA3}, {"max_model_len": 4096}, True),
+            ({"model_max_length": 4096}, {"max_model_len": 4096}, False),
+            (
+                {},
+                {"max_model_len": 4096, "extra": {"hf_overrides": {"max_position_embeddings": 4096}}},
+                False,
+            ),
+            ({}, {"max_model_len": 4096, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, False),
+        ],
+    )
+    def test_a_context_longer_than_the_model_takes_is_told(self, tmp_path, changes, engine, is_told):
+        path = make_model(tmp_path / "qwen3", "qwen3")
+        settings = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": 128} | changes
+        (path / "config.json").write_text(json.dumps(settings))
+        _, found = checks.with_model(plan(model={"path": path}, engine=engine))
+        told = [problem.found for problem in found if problem.check == "engine.max_model_len"]
+        assert told == ([f"4096, and config.json of {path} has max_position_embeddings=128"] if is_told else [])
+
     def test_a_folder_without_weights_is_told_unless_there_is_a_log(self, tmp_path):
         folder, log = make_model(tmp_path / "qwen3", "qwen3"), tmp_path / "log"
         names = dict.fromkeys(stored_shapes(folder), "a.safetensors")
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-        without = plan(model={"path": folder}, weights={"root": log})
+        without = plan(model={"path": folder}, weights={"root": log}, engine={"max_model_len": 1024})
         _, [problem] = checks.with_model(without)
         assert "must hold *.safetensors, but it holds pickles (pytorch_model.bin)" in problem.found
         (folder / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
@@ -255,3 +283,13 @@ class TestMachine:
             ended = CliRunner().invoke(app, ["doctor", str(path)])
         assert ended.exit_code == 1 and ended.stdout == ""
         assert f"port {port}: taken" in ended.stderr and "weights.root is $NOT_SET_HERE" in ended.stderr
+
+
+def test_keys_that_serve_would_ignore_are_told():
+    document = read_document(CPU)
+    assert list(checks.unknown_settings(document)) == []
+    document["http_options"]["ssl_certfle"] = "cert.pem"
+    document["http_option"] = {"port": 1}
+    document["applications"][0]["route_prefx"] = "/a"
+    found = {problem.check for problem in checks.unknown_settings(document)}
+    assert found == {"http_option", "http_options.ssl_certfle", "applications.route_prefx"}

@@ -119,6 +119,13 @@ class TestDeployment:
         assert prepared.plan.config.engine.max_model_len == 1024
         assert args_of(Prepared.of(deployment(model, on_gpus=False)).document)["engine"]["max_model_len"] == 512
 
+    def test_the_choices_name_the_folder_of_the_log(self, here, tiny_model):
+        prepared = Prepared.of(deployment(ModelConfig(path=tiny_model), on_gpus=False))
+        log = here / args_of(prepared.document)["weights"]["disk_root"]
+        log.mkdir(parents=True)
+        (log / "LATEST").touch()
+        assert f"weights in {log};" in prepared.choices()
+
     def test_the_context_of_a_model_with_images_is_its_text_model_s(self, tmp_path):
         CONFIG_MAPPING["gemma3"](text_config={"max_position_embeddings": 640}).save_pretrained(tmp_path)
         assert longest_context(ModelConfig(path=tmp_path)) == 640

@@ -50,6 +50,7 @@ class TestSections:
             ({"engine": {"admission_limit": 0}}, "engine.admission_limit"),
             ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization"),
             ({"engine": {"kv_offload_gib": 0}}, "engine.kv_offload_gib"),
+            ({"engine": {"cuda_graph_sizes": [True]}}, "engine.cuda_graph_sizes.0"),
             ({"kv_cache": {"dtype": "int8"}}, "kv_cache.dtype"),
             ({"kv_cache": {"scales_policy": "calibrate"}}, "kv_cache.scales_policy"),
             ({"quant": {"weights": "int4"}}, "quant.weights"),
@@ -76,6 +77,20 @@ class TestSections:
     )
     def test_a_value_out_of_range_is_refused_by_field(self, args, where):
         assert where in message_of(args)
+
+    @pytest.mark.parametrize(
+        ("args", "where"),
+        [
+            ({"scaling": {"groups": {"eval": {"version": True}}}}, "scaling.groups.eval.version"),
+            ({"scaling": {"min_replicas": False}}, "scaling.min_replicas"),
+            ({"weights": {"kv_max_age": True}}, "weights.kv_max_age"),
+            ({"engine": {"kv_offload_gib": True}}, "engine.kv_offload_gib"),
+            ({"engine": {"adapters": {"max_live": True}}}, "engine.adapters.max_live"),
+        ],
+    )
+    def test_a_boolean_is_no_number(self, args, where):
+        message = message_of(args)
+        assert where in message and "a number, not a boolean" in message
 
     @pytest.mark.parametrize("path", ["~/x", "~other/x", "$SCRATCH/x", "/disks/$USER/x"])
     @pytest.mark.parametrize(

@@ -166,6 +166,7 @@ def test_a_gpu_without_fp8_is_refused_with_what_to_set(llama, monkeypatch):
         ({"return_routed_experts": True}, r"engine.return_routed_experts is true.*Model Runner V2.*not for the CPU"),
         ({"kv_offload_gib": 2**-7}, r"kv_offload_gib is 0.0078125, and vLLM offloads the KV cache of GPUs alone"),
         ({"deterministic": True}, "no batch-invariant kernels for the CPU"),
+        ({"linear_backend": "cutlass"}, "linear_backend is cutlass, and the CPU has no choice of kernels: leave it"),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else None,
 )
