@@ -122,17 +122,21 @@ def deploy(config: ServiceConfig, options: Document) -> Iterator[None]:
         serve.start(**options)
         controller = serve_controller()
         try:
-            logging_config = options.get("logging_config")
-            serve.run(build(config), name=APPLICATION, route_prefix="/", logging_config=logging_config)
-        except RuntimeError as error:  # names the deployment, but not the reason
-            said = "; ".join(f"{name}: {why}" for name, why in sorted(not_running(APPLICATION).items()))
-            raise ServiceNotStarted(f"{error} {said}") from error
-        try:
+            _run(config, options)
             yield
-        finally:
+        finally:  # also of an application that still starts: Serve gives its engine scaling.drain_timeout_s
             _delete()
     finally:
         shut_down_serve(controller)
+
+
+def _run(config: ServiceConfig, options: Document) -> None:
+    try:
+        logging_config = options.get("logging_config")
+        serve.run(build(config), name=APPLICATION, route_prefix="/", logging_config=logging_config)
+    except RuntimeError as error:  # names the deployment, but not the reason
+        said = "; ".join(f"{name}: {why}" for name, why in sorted(not_running(APPLICATION).items()))
+        raise ServiceNotStarted(f"{error} {said}") from error
 
 
 def _delete() -> None:

@@ -115,6 +115,24 @@ async def test_ctrl_c_ends_it_and_leaves_nothing(served):
     assert await gone(served.mark) == []
 
 
+async def test_ctrl_c_during_the_start_ends_it_and_leaves_nothing(tmp_path):
+    make_tiny_qwen3(tmp_path / "model")
+    mark, output = uuid.uuid4().hex, tmp_path / "output"
+    command = ["env", f"{MARK}={mark}", COMMAND, "serve", "model", "--port", str(free_port())]
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=file)
+    while "vLLM starts" not in output.read_text():
+        assert process.poll() is None, output.read_text()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 128 + signal.SIGINT
+    said = output.read_text()
+    assert said.rstrip().endswith("stopped")
+    assert "killed by `ray.kill`" not in said, "a warning that says nothing to a user"
+    assert await gone(mark) == []
+    shutil.rmtree(said.partition("weights in ")[2].partition(";")[0])
+
+
 async def test_sigterm_answers_what_is_open_and_leaves_nothing(tmp_path):
     make_tiny_qwen3(tmp_path / "model")
     mark, port = uuid.uuid4().hex, free_port()
