@@ -3,14 +3,15 @@
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from benchmarks.common.command import Options
 from benchmarks.common.results import Json
+from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
 
 PUBLISHED, TINY = range(1000, 150_000), range(5, 95)  # token ids that the published shapes have, and the tiny model
@@ -68,15 +69,7 @@ def random_prompts(lengths: list[int], seed: int = 0, token_ids: range = PUBLISH
     return [torch.randint(*bounds, (length,), generator=generator).tolist() for length in lengths]
 
 
-class Made(Protocol):
-    """A completion."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """That were sampled."""
-
-
-Generate = Callable[[list[int], Sampling], Awaitable[Iterable[Made]]]
+Generate = Callable[[list[int], Sampling], Awaitable[Iterable[Completion]]]
 """One request: its prompt, and how its completions are sampled."""
 
 SHORT = 8  # a short run makes one token for so many of a whole run

@@ -1,6 +1,6 @@
 """Breaks everything that can break, under load, and says what it cost.
 
-    python -m benchmarks.faults [--only WORDS] [--list] [--rest] [--kv-cache keep]
+    python -m benchmarks.faults [--only WORDS] [--rest] [--kv-cache keep]
 
 Real engines on the CPU behind the shipped deployment, two replicas, weights whose every token tells their version.
 Each case injects one fault into concurrent rollouts and waits until the fleet is whole again. All counts of stale
@@ -42,7 +42,6 @@ def main(
     only: Annotated[
         list[str] | None, typer.Option(help="Run the cases whose names hold this; may be repeated.")
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Print the cases' names.")] = False,
     rest: Annotated[
         bool, typer.Option("--rest", help="Run the cases that are not clean in the results, and keep the others there.")
     ] = False,
@@ -51,9 +50,8 @@ def main(
     """Run the matrix, and write benchmarks/results/<machine>/faults.json; with --only, below out/."""
     cases = [case for case in all_cases() if not only or any(words in case.name for words in only)]
     console, started = Console(), time.perf_counter()
-    if listed or not cases:
-        console.print("\n".join(case.name for case in cases) or f"no case holds {only!r}")
-        raise typer.Exit(0 if listed else 2)
+    if not cases:
+        raise typer.BadParameter(f"--only {only}: no case holds this; there are {[case.name for case in all_cases()]}")
     name, settings = ("faults", {}) if kv_cache == "drop" else ("faults_kept_cache", KEPT_CACHE)
     order = [case.name for case in cases]
     found = [case for case in results.cases(name) if case["name"] in order and is_clean(case)] if rest else []

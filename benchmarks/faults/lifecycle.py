@@ -5,10 +5,8 @@ import contextlib
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -27,6 +25,7 @@ SCALING = {
     "downscale_delay_s": 5,
     "drain_timeout_s": 60,
 }
+alone, autoscaled = partial(ground, replicas=1), partial(ground, replicas=1, scaling=SCALING)
 LITTLE_LOAD = 4  # one replica is enough for it, and not for the load of the other cases
 
 
@@ -42,14 +41,6 @@ def fleet_cases() -> Iterator[Case]:
     yield Case("kill the only replica, generating", partial(only_one_ends, signal.SIGKILL), ground=alone)
     yield Case("scale-up from 1 to 2 replicas during updates", up_while_updating, ground=autoscaled)
     yield Case("scale-down from 2 to 1 replicas under load", down_under_load, LITTLE_LOAD, ground=autoscaled)
-
-
-def alone(folder: Path, **settings: dict[str, Any]) -> AbstractAsyncContextManager[Ground]:
-    return ground(folder, replicas=1, **settings)
-
-
-def autoscaled(folder: Path, **settings: dict[str, Any]) -> AbstractAsyncContextManager[Ground]:
-    return ground(folder, replicas=1, scaling=SCALING, **settings)
 
 
 async def ends(victim: str, ground: Ground) -> None:

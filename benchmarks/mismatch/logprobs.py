@@ -110,12 +110,8 @@ class Trainer(StrEnum):
 
     FP32 = ""
     BF16 = "bf16 trainer"
-    FP32_REPLAYED = "routes replayed"
-    BF16_REPLAYED = "bf16 trainer, routes replayed"
     AS_ENGINE = "engine_roundings trainer"
-    AS_ENGINE_REPLAYED = "engine_roundings trainer, routes replayed"
     FAKE_QUANT = "fake_quant trainer"
-    FAKE_QUANT_REPLAYED = "fake_quant trainer, routes replayed"
     FAKE_QUANT_IN_FP32 = "fake_quant trainer, fp32 products"
     FAKE_QUANT_IN_BF16 = "fake_quant trainer, bf16 products"
 
@@ -124,7 +120,6 @@ BF16_CACHE: dict[str, Any] = {"kv_cache": {"dtype": "bfloat16"}}
 NOT_QUANTIZED: dict[str, Any] = BF16_CACHE | {"quant": {"weights": "none"}}
 COMPILED: dict[str, Any] = {"enforce_eager": False, "cuda_graph_sizes": [8]}
 ON_A_GPU = (Engine.BF16_COMPILED, Engine.FP8_COMPILED, Engine.FP8_NOT_COMPILED)
-ROUTED = (Engine.BF16, Engine.FP8, Engine.BF16_COMPILED, Engine.FP8_COMPILED)  # those whose experts a trainer replays
 SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
     Engine.BF16: NOT_QUANTIZED,
     Engine.BF16_FP32_HEAD: NOT_QUANTIZED | {"engine": {"lm_head": "float32"}},
@@ -139,25 +134,24 @@ SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
     Engine.FP8_NOT_COMPILED: BF16_CACHE | {"engine": COMPILED | {"extra": {"compilation_config": {"mode": 0}}}},
 }
 TRAINERS: dict[Engine, tuple[Trainer, ...]] = {  # of engines that are not here, the one in fp32 alone
-    Engine.BF16: (
-        Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE, Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED,
-        Trainer.AS_ENGINE_REPLAYED,
-    ),
+    Engine.BF16: (Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE),
     Engine.BF16_FP32_HEAD: (Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE),
     Engine.FP8_FP32_HEAD: (Trainer.FP32, Trainer.FAKE_QUANT),
     Engine.FP8: (
         Trainer.FP32, Trainer.BF16, Trainer.FAKE_QUANT, Trainer.FAKE_QUANT_IN_FP32, Trainer.FAKE_QUANT_IN_BF16,
-        Trainer.BF16_REPLAYED, Trainer.FAKE_QUANT_REPLAYED,
     ),
     Engine.FP8KV: (Trainer.FP32, Trainer.FAKE_QUANT),
-    Engine.BF16_COMPILED: (Trainer.FP32, Trainer.AS_ENGINE, Trainer.AS_ENGINE_REPLAYED),
-    Engine.FP8_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT, Trainer.FAKE_QUANT_REPLAYED),
+    Engine.BF16_COMPILED: (Trainer.FP32, Trainer.AS_ENGINE),
+    Engine.FP8_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT),
     Engine.FP8_NOT_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT),
 }  # fmt: skip
+REPLAYED: dict[Engine, tuple[Trainer, ...]] = {  # those that also replay the engine's experts
+    Engine.BF16: (Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE),
+    Engine.FP8: (Trainer.BF16, Trainer.FAKE_QUANT),
+    Engine.BF16_COMPILED: (Trainer.AS_ENGINE,),
+    Engine.FP8_COMPILED: (Trainer.FAKE_QUANT,),
+}
 OTHER_PRODUCTS: dict[Trainer, Products] = {Trainer.FAKE_QUANT_IN_FP32: "fp32", Trainer.FAKE_QUANT_IN_BF16: "bf16"}
-REPLAYED = {
-    Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED, Trainer.AS_ENGINE_REPLAYED, Trainer.FAKE_QUANT_REPLAYED,
-}  # fmt: skip
 MIXTURES = (Model.QWEN3_MOE, Model.QWEN3_30B_A3B)
 
 
@@ -263,19 +257,20 @@ class Trained:
     def cases(self, engine: Engine, config: ServiceConfig, sampled: Sampled) -> Iterator[Json]:
         """Yield a case of each trainer of that engine that this model and machine have."""
         logprobs = torch.tensor([completion.logprobs for _, completion in sampled])
-        for trainer in TRAINERS.get(engine, (Trainer.FP32,)):
-            if trainer in REPLAYED and not config.engine.return_routed_experts:
-                continue
+        ways = [(trainer, "") for trainer in TRAINERS.get(engine, (Trainer.FP32,))]
+        if config.engine.return_routed_experts:
+            ways += [(trainer, "routes replayed") for trainer in REPLAYED[engine]]
+        for trainer, replay in ways:
             if trainer in OTHER_PRODUCTS and not GPU:
                 continue  # on the CPU products are in fp32
             with self._computing(trainer, config) as model:
-                scored = score(model, sampled, replay=trainer in REPLAYED)
-            yield mismatch(self.name, ", ".join(filter(None, (engine, trainer))), scored, logprobs)
+                scored = score(model, sampled, replay=bool(replay))
+            yield mismatch(self.name, ", ".join(filter(None, (engine, trainer, replay))), scored, logprobs)
 
     @contextmanager
     def _computing(self, trainer: Trainer, config: ServiceConfig) -> Iterator[PreTrainedModel]:
         """The model that computes as that trainer; as the engine with ``config``, if it is one of those."""
-        if trainer in (Trainer.FP32, Trainer.FP32_REPLAYED):
+        if trainer == Trainer.FP32:
             yield self.fp32
             return
         with ExitStack() as stack:
@@ -283,9 +278,9 @@ class Trained:
                 head = self.bf16.lm_head
                 forwards = Forwards({head: lambda hidden: linear(hidden.float(), head.weight.float())})
                 stack.callback(forwards.remove)
-            if trainer in (Trainer.AS_ENGINE, Trainer.AS_ENGINE_REPLAYED):
+            if trainer == Trainer.AS_ENGINE:
                 stack.enter_context(engine_roundings(self.bf16, recipe_of(config)))
-            elif trainer not in (Trainer.BF16, Trainer.BF16_REPLAYED):
+            elif trainer != Trainer.BF16:
                 products = OTHER_PRODUCTS.get(trainer)
                 stack.enter_context(fake_quant(self.bf16, recipe_of(config), products=products))
             yield self.bf16
@@ -307,7 +302,7 @@ def config_of(model: Model, folder: Path, engine: Engine) -> ServiceConfig:
     """Return the configuration of an engine with that arithmetic; versions are written beside ``folder``."""
     settings: dict[str, Any] = {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
     if GPU:
-        settings["return_routed_experts"] = engine in ROUTED and model in MIXTURES
+        settings["return_routed_experts"] = engine in REPLAYED and model in MIXTURES
     sections = SECTIONS[engine]
     return ServiceConfig.model_validate(
         {

@@ -41,9 +41,10 @@ from benchmarks.common.gpu_service import (
 )
 from benchmarks.common.paths import SHARED_MEMORY
 from benchmarks.common.shapes import Shape, write_config
-from benchmarks.common.work import Case, Generate, Made, WorkOptions, take_turns
+from benchmarks.common.work import Case, Generate, WorkOptions, take_turns
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
+from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.store.log import WeightLog
 
@@ -133,7 +134,7 @@ async def bare(config: ServiceConfig, cases: list[Case]) -> AsyncIterator[Genera
 def over_http(client: RolloutClient) -> Generate:
     """The service, as a trainer asks it."""
 
-    async def generate(prompt: list[int], how: Sampling) -> Iterable[Made]:
+    async def generate(prompt: list[int], how: Sampling) -> Iterable[Completion]:
         asked = how.model_dump(include={"n", "max_tokens", "ignore_eos"})
         return (await client.generate(prompt, **asked)).completions
 

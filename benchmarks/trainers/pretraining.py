@@ -149,7 +149,7 @@ def pretrain(
     is_mixture = hasattr(model.config, "num_experts")
     optimizer = torch.optim.AdamW(model.parameters(), _LEARNING_RATE, betas=(0.9, 0.95), fused=device.type == "cuda")
     held_out = _held_out(tokenizer, size).to(device)
-    started, curve, right = time.monotonic(), list[dict[str, float]](), 0.0
+    started, right = time.monotonic(), 0.0
     for step, batch in enumerate(_batches(tokenizer, size), 1):
         for group in optimizer.param_groups:
             group["lr"] = _LEARNING_RATE * min(1.0, step / _WARM_UP)
@@ -163,18 +163,16 @@ def pretrain(
         if step % _EVERY and took_s < limit_s:
             continue
         before, right = right, _probability(policy, held_out)
-        curve.append({"step": step, "s": round(took_s, 1), "loss": loss.item(), "right": right})
-        if balance is not None:
-            curve[-1]["balance"] = balance.item()  # top_k if experts get equally many tokens
-        if step % (10 * _EVERY) == 0 or right >= target or took_s >= limit_s:
-            print(f"pre-training {json.dumps(curve[-1])}", flush=True)
-        if right >= target or took_s >= limit_s:
+        ends = right >= target or took_s >= limit_s
+        if step % (10 * _EVERY) == 0 or ends:
+            print(f"pre-training step {step}, {took_s:.1f} s: loss {loss.item():.4f}, right {right:.4f}", flush=True)
+        if ends:
             break
         kept = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if abs(before - target) < abs(right - target):
         model.load_state_dict(kept)
         right = before
-    return {"steps": step, "seconds": took_s, "right": right, "curve": curve}
+    return {"steps": step, "seconds": took_s, "right": right}
 
 
 def _batches(tokenizer: PreTrainedTokenizerFast, size: Size) -> Iterator[Batch]:
@@ -225,5 +223,4 @@ def prepare(folder: Path, shape: str, *, target: float, limit_s: float, size: Si
     tokenizer.save_pretrained(folder)
     (folder / "pretraining.json").write_text(json.dumps(reached))
     model.to(torch.bfloat16).save_pretrained(folder)  # config.json with the weights: last
-    summary = {name: value for name, value in reached.items() if name != "curve"}
-    print(f"{folder}: {sum(weights.numel() for weights in model.parameters()) / 1e6:.0f} M parameters {summary}")
+    print(f"{folder}: {sum(weights.numel() for weights in model.parameters()) / 1e6:.0f} M parameters {reached}")

@@ -2,8 +2,7 @@
 
 import asyncio
 import math
-import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,29 +11,26 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
 from vllm import envs
 
+from benchmarks.common.engine import commit
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter, completion, vllm_sampling
-from rollout_service.engine.args import engine_args
-from rollout_service.engine.environment import engine_environment
-from rollout_service.engine.plugin import register
 from rollout_service.errors import EngineFailed, InvalidRequest
 from rollout_service.fleet.continuation import merge_completions, slice_completion
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import GenerateCall, Sampling, Scoring, StructuredOutputs
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.protocol.upload import BeginUpload, PathSource
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
 from tests.support.fp8_cache import CACHE_DTYPE
-from tests.support.one_engine import prompt_logprobs
+from tests.support.one_engine import engine_of, prompt_logprobs
 from tests.support.penalties import whole_with
 from tests.support.reference import reference_logprobs, reference_model
 from tests.support.telltale import assert_pure, canary_weights
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEMPERATURE = 0.8
 SAMPLING = Sampling(n=4, max_tokens=48, temperature=TEMPERATURE, ignore_eos=True)
 PROMPTS = [tuple(range(5 + i, 25 + 3 * i)) for i in range(8)]
@@ -83,25 +79,27 @@ async def committed(tmp_path: Path, quant: str, kv_cache_dtype: str, **engine: i
             "weights": {"root": tmp_path / "log", "source_roots": [tmp_path], "keep_versions": 3},
         }
     )
-    ingest = Ingest(config)
-    await ingest.start()
-    await ingest.stop()
+    await commit(config)
     return config
+
+
+async def commit_weights(config: ServiceConfig, versions: Mapping[int, dict[str, torch.Tensor]]) -> None:
+    """Add versions of these weights to the log."""
+    uploads = []
+    for version, weights in versions.items():
+        folder = config.model.path.parent / f"trainer-{version}"
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors")
+        uploads.append(BeginUpload(version=version, source=PathSource(path=folder)))
+    await commit(config, *uploads)
 
 
 @asynccontextmanager
 async def running_engine(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineAdapter]:
     """An engine that has version 0 loaded."""
-    for name, value in engine_environment(config).items():
-        monkeypatch.setenv(name, value)
-    register()
-    engine = EngineAdapter(engine_args(config, (), has_tokenizer=True))
-    try:
-        await engine.connect()
+    async with engine_of(config, monkeypatch) as engine:
         await load(engine, WeightLog(config.weights.root).folder(0), 0)
         yield engine
-    finally:
-        engine.shutdown()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -135,14 +133,12 @@ def differences(
     )
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_an_fp8_engine_returns_the_logprobs_of_a_forward_pass(served):
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
     assert_logprobs(await sample(engine), config, FP8_MEAN, FP8_MAX)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_candidates_and_prompt_logprobs_are_the_models(served):
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
@@ -167,7 +163,6 @@ async def test_candidates_and_prompt_logprobs_are_the_models(served):
         assert {candidate.logprob for candidate in candidates[3:]} <= {candidates[2].logprob}
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_scores_are_the_prompt_logprobs_from_a_token_on(served):
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
@@ -183,38 +178,29 @@ async def test_scores_are_the_prompt_logprobs_from_a_token_on(served):
     assert (scored.prompt_logprobs, scored.scores.num_top_logprobs) == (None, 3)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_target_tokens_are_refused_without_a_gpu(served):
     targets = Scoring(start=2, target_token_ids=((5, 6), (7,)))
     with pytest.raises(InvalidRequest, match="prompt_logprob_token_ids requires the V2 model runner"):
         await served[1].generate("targets", (5, 6, 7, 8), Sampling(max_tokens=1), scoring=targets)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_an_engine_says_what_attends_and_that_nothing_is_spared(served):
     _, engine = served
     assert engine.attention_backends == ("CPU_ATTN",)
     assert await engine.kv_reads() == (0, 0)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.usefixtures("served")
 async def test_what_vllm_reads_of_the_environment_for_each_token_is_remembered(monkeypatch):
     monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
     assert not envs.VLLM_COMPUTE_NANS_IN_LOGITS
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_bias_and_structured_outputs_steer_what_is_drawn(served):
+async def test_a_bias_steers_what_is_drawn_and_wrong_structure_is_refused(served):
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
     biased = Sampling(n=4, max_tokens=4, ignore_eos=True, logit_bias={7: 100.0})
     assert {c.token_ids for c in await engine.generate("biased", PROMPTS[0], biased)} == {(7, 7, 7, 7)}
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    words = StructuredOutputs.model_validate({"choice": ["yes", "no"]})
-    chosen = await engine.generate("chosen", PROMPTS[0], Sampling(n=8, structured_outputs=words))
-    assert {tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in chosen} <= {"yes", "no"}
-    assert {c.finish_reason for c in chosen} == {"stop"}
     with pytest.raises(InvalidRequest, match="regex"):
         wrong = StructuredOutputs(regex="(")
         await engine.generate("wrong", PROMPTS[0], Sampling(structured_outputs=wrong))
@@ -229,7 +215,6 @@ async def test_bias_and_structured_outputs_steer_what_is_drawn(served):
     ],
     ids=["completion", "all", "prompt"],
 )
-@pytest.mark.asyncio(loop_scope="module")
 async def test_penalties_of_a_completion_that_goes_on_are_those_of_one_that_was_not_cut(served, penalties):
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
@@ -268,23 +253,10 @@ def assert_logprobs(
     assert wrong > 1.5 * mean, wrong
 
 
-async def commit_telltale(config: ServiceConfig, versions: range) -> None:
-    """Into the log: versions whose tokens tell them."""
-    ingest = Ingest(config)
-    await ingest.start()
-    for version in versions:
-        source = config.model.path.parent / f"step-{version}"
-        shutil.copytree(config.model.path, source)
-        save_file(canary_weights(config.model.path, version), source / "model.safetensors")
-        await ingest.begin(BeginUpload(version=version, source=PathSource(path=source)))
-        await ingest.commit(version, CommitUpload())
-    await ingest.stop()
-
-
-@pytest.mark.asyncio(loop_scope="module")
 async def test_the_prefix_cache_is_per_version_and_priority_is_obeyed(served):
     config, engine = served
-    await commit_telltale(config, range(1, 3))  # the log keeps version 0, too
+    # the log keeps version 0, too
+    await commit_weights(config, {version: canary_weights(config.model.path, version) for version in (1, 2)})
     log, prompt = WeightLog(config.weights.root), (5, 6, 7) * 100
     greedy = vllm_sampling(Sampling(max_tokens=4, temperature=0.0))
 
@@ -314,7 +286,6 @@ async def test_the_prefix_cache_is_per_version_and_priority_is_obeyed(served):
     await taking
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_waiting_pause_can_be_cancelled_or_overridden(served):
     config, engine = served
     endless, short = Sampling(max_tokens=4000, ignore_eos=True), Sampling(max_tokens=4, ignore_eos=True)
@@ -353,7 +324,6 @@ async def test_a_waiting_pause_can_be_cancelled_or_overridden(served):
     assert [c.versions for c in await engine.generate("next", (5, 6), short)] == [(1,)]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_wait_finishes_what_a_pause_has_preempted(served):
     config, engine = served
     folder = WeightLog(config.weights.root).folder(0)
@@ -370,7 +340,6 @@ async def test_a_wait_finishes_what_a_pause_has_preempted(served):
     assert len(whole.token_ids) == 400 and whole.versions == (0,)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_exact_call_ends_when_another_version_is_loaded(served):
     config, engine = served
     folder = WeightLog(config.weights.root).folder(0)
@@ -394,7 +363,6 @@ async def test_exact_call_ends_when_another_version_is_loaded(served):
     await engine.resume()
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_what_is_made_meanwhile_is_what_comes_in_the_end(served):
     """Tokens, logprobs, candidates and the version that made each, for a reader at every step and for a slow one."""
     config, engine = served
@@ -451,7 +419,6 @@ async def _finish(engine: EngineAdapter, priority: int, finished: list[int]) -> 
     finished.append(priority)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_hung_core_fails_the_health_check(served, monkeypatch):
     _, engine = served
     [core] = [each for each in psutil.Process().children() if "EngineCore" in each.cmdline()[0]]
@@ -471,7 +438,6 @@ async def test_a_hung_core_fails_the_health_check(served, monkeypatch):
     await engine.check_health()
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_loading_engine_is_healthy_and_a_failed_load_is_final(served, monkeypatch):
     """The last test of this engine: it is of no use afterwards."""
     config, engine = served

@@ -6,24 +6,23 @@ continues with them.
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
-from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter, completion, vllm_sampling
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.store.log import WeightLog
-from tests.engine.test_engine import BF16_MEAN, committed, lively_weights, running_engine
+from tests.engine.test_engine import BF16_MEAN, commit_weights, committed, lively_weights, running_engine
 from tests.support.reference import reference_model
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 BLOCK, CHUNK = 32, 64
 PROMPT = tuple(5 + 7 * at % 100 for at in range(4 * BLOCK))
 LONG = Sampling(max_tokens=300, ignore_eos=True)
@@ -95,20 +94,10 @@ class Kept:
         return float((expected - torch.tensor(made.logprobs[of[0] : of[1]])).abs().mean())
 
 
-async def commit_lively_versions(config: ServiceConfig) -> None:
-    ingest = Ingest(config)
-    await ingest.start()
-    for version in VERSIONS[1:]:
-        folder = config.model.path.parent / f"trainer-{version}"
-        folder.mkdir()
-        weights = lively_weights(config.model.path, seed=version)
-        for name in weights:
-            if name.endswith("o_proj.weight"):
-                weights[name] *= 3  # what attention reads decides more
-        save_file(weights, folder / "model.safetensors")
-        await ingest.begin(BeginUpload(version=version, source=PathSource(path=folder)))
-        await ingest.commit(version, CommitUpload())
-    await ingest.stop()
+def attentive_weights(model: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Lively weights with which what attention reads decides more."""
+    weights = lively_weights(model, seed)
+    return {name: 3 * weight if name.endswith("o_proj.weight") else weight for name, weight in weights.items()}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -117,7 +106,7 @@ async def kept(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Kept]:
     config = await committed(tmp_path_factory.mktemp("kept"), "none", "bfloat16", **settings)
     weights = config.weights.model_copy(update={"kv_cache_on_update": "keep", "kv_max_age": 1, "keep_versions": 9})
     config = config.model_copy(update={"weights": weights})
-    await commit_lively_versions(config)
+    await commit_weights(config, {seed: attentive_weights(config.model.path, seed) for seed in VERSIONS[1:]})
     with pytest.MonkeyPatch.context() as monkeypatch:
         async with running_engine(config, monkeypatch) as engine:
             yield Kept(config, engine)
@@ -127,7 +116,6 @@ def spans_of(made: Completion) -> list[tuple[int, int | None]]:
     return [(span.version, span.kv_from) for span in made.spans]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_updates_recompute_sequences_beyond_the_bound(kept):
     await kept.start()
     old = await kept.begin("old")
@@ -152,7 +140,6 @@ async def test_updates_recompute_sequences_beyond_the_bound(kept):
     assert kept.difference(PROMPT, of_new, second, (2, None)) > OTHER
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_only_the_turns_of_a_session_share_older_entries(kept):
     await kept.start()
     [turn] = await kept.engine.generate("turn", PROMPT, SHORT, session_id="s")
@@ -179,7 +166,6 @@ async def test_only_the_turns_of_a_session_share_older_entries(kept):
     assert kept.difference(prompt, made, (0, 8), (2, None)) < BF16_MEAN
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_request_sent_before_an_update_gets_the_new_salt(kept):
     await kept.start()
     await kept.engine.generate("first", PROMPT, SHORT)
@@ -192,7 +178,6 @@ async def test_request_sent_before_an_update_gets_the_new_salt(kept):
     assert kept.difference((*PROMPT, 7), made, (0, 8), (2, None)) < BF16_MEAN
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_version_may_drop_a_cache_that_its_pause_kept(kept):
     await kept.start()
     task = await kept.begin("long")
@@ -209,7 +194,6 @@ async def test_version_may_drop_a_cache_that_its_pause_kept(kept):
         assert kept.difference(PROMPT, made, (span.start, span.end), (span.version, None)) < BF16_MEAN
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_all_completions_of_a_request_begin_together(kept):
     await kept.start()
     preempted = kept.engine.scheduler.preemptions
@@ -227,7 +211,6 @@ async def test_all_completions_of_a_request_begin_together(kept):
         assert kept.difference(PROMPT, made, third, (2, None)) < BF16_MEAN
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_prompt_logprobs_are_of_one_version(kept):
     await kept.start()
     prompt = tuple(5 + 11 * at % 100 for at in range(14 * CHUNK))

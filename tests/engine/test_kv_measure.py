@@ -15,6 +15,7 @@ from rollout_service.kv_scales.observer import observe_qkv
 from rollout_service.kv_scales.scales import largest_of_ranks
 from tests.support.fp8_cache import needs_fp8_cache
 from tests.support.key_channels import loud_weights, uneven_weights
+from tests.support.kv_scales import assert_held
 from tests.support.one_engine import OneEngine, running
 from tests.support.one_engine import mean_difference as logprob_difference
 from tests.support.reference import reference_model
@@ -103,8 +104,7 @@ async def difference_with_scales_of_two_ranks(one: OneEngine, agree: float, fp8:
     if not fp8:  # else one may fall on either side of a power of two
         assert scales == trainer.scales().named()
     folder = await one.update(2, weights, scales)
-    held = await one.kv_scales_of_ranks()
-    assert held[0] == held[1] and {name: set(copies) for name, copies in held[0].items()} == {
-        name: {scale} for name, scale in scales.items()
-    }
+    first, second = await one.kv_scales_of_ranks()
+    assert first == second
+    assert_held(first, scales)
     return await logprob_difference(one, folder, fp8=fp8)

@@ -18,7 +18,8 @@ from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from tests.engine.test_engine import committed, running_engine
 
-pytestmark = pytest.mark.slow  # two minutes; tests/unit/engine/test_session_simulation.py simulates the engine
+# two minutes; tests/unit/engine/test_session_simulation.py simulates the engine
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK, BLOCKS = 32, 48
 CAPACITY = BLOCK * BLOCKS
@@ -94,7 +95,6 @@ async def run_sessions(engine: EngineAdapter, mark: str, is_named: bool) -> Repl
     return replica
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_sessions_find_their_cache_although_not_all_fit(engine):
     assert engine.kv_cache_tokens == CAPACITY
     without = await run_sessions(engine, "call", is_named=False)
@@ -104,7 +104,6 @@ async def test_sessions_find_their_cache_although_not_all_fit(engine):
     assert sessions.cached > 4 * without.cached
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_preemptions_for_want_of_memory_are_counted(engine):
     before = engine.scheduler.preemptions
     long = Sampling(max_tokens=CAPACITY // 4, ignore_eos=True)
@@ -112,7 +111,6 @@ async def test_preemptions_for_want_of_memory_are_counted(engine):
     assert engine.scheduler.preemptions > before
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_update_counts_as_no_preemption(engine):
     before = engine.scheduler.preemptions
     sampling = Sampling(max_tokens=200, ignore_eos=True)

@@ -7,13 +7,12 @@ import pytest
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.store.log import WeightLog
+from tests.engine.test_round_trip import FP8_MEAN
 from tests.support.engine_layout import expert_digests, quantize
 from tests.support.models import NUM_EXPERTS, random_weights
 from tests.support.one_engine import PROMPTS, mean_difference, running
 from tests.unit.store.versions import flip_a_byte
 
-FP8_MEAN = 0.06
-"""As in test_round_trip.py."""
 BETWEEN_RANKS_MEAN = 0.03
 """Mean |Δ| of logprobs between one rank and two: sums of BF16 in another order. Another version's are 10 times that."""
 TOKENS = [tuple((5 * i + 7 * j) % 120 + 3 for j in range(40)) for i in range(len(PROMPTS))]

@@ -8,7 +8,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from rollout_service.engine.cpu.processor import request_amx
-from rollout_service.protocol.upload import Kernels, TrainerRecipe
+from rollout_service.protocol.upload import Kernels
 from rollout_service.quant.engine_roundings import engine_roundings
 from rollout_service.quant.fake_quant import fake_quant
 from tests.engine.test_adapters import MAX_LIVE, Adapted
@@ -53,7 +53,7 @@ async def differences(one: OneEngine, has_adapter: bool, kernels: Kernels | None
         found = [logprobs(model, prompt, c.token_ids) - torch.tensor(c.logprobs) for prompt, c in pairs]
         return float(torch.cat(found).abs().mean())
 
-    recipe: TrainerRecipe = await one.recipe()
+    recipe = await one.ingest.recipe()
     plain = difference()
     imitate = fake_quant if recipe.weights == "fp8_block" else engine_roundings
     with imitate(model, recipe, kernels=kernels):

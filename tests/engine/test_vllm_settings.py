@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.test_round_trip import BF16_MEAN
 from tests.support.models import EMBEDDING, random_weights
 from tests.support.one_engine import OneEngine, mean_difference, running
 from tests.support.reference import reference_logprobs, reference_model
 
-BF16_MEAN = 0.02
-"""Bound on the mean difference from the fp32 reference: see tests/engine/test_round_trip.py."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 

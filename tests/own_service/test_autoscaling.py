@@ -4,13 +4,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rollout_service.client import RolloutClient
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.rollout import Rollout
 from tests.support.own_service import own_service
+from tests.support.processes import descendants
 from tests.support.telltale import assert_pure, canary_weights
 
 pytestmark = pytest.mark.timeout(900)
@@ -27,13 +27,14 @@ def overrides(folder: Path, **scaling: Any) -> dict[str, dict[str, Any]]:
 
 async def test_a_replica_added_by_load_serves_only_the_newest_version(tmp_path):
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_sequences": 8, "upscale_delay_s": 0}
-    async with own_service(overrides(tmp_path, **scaling)) as (url, process), RolloutClient(url) as client:
+    async with own_service(overrides(tmp_path, **scaling)) as (url, _), RolloutClient(url) as client:
         (first,) = (await client.fleet()).replicas
         await client.push_weights(1, canary_weights(tmp_path / "tiny-qwen3", 1))
         rollouts: list[Rollout] = []
         async with asyncio.TaskGroup() as group:
             load = group.create_task(generate_for_ever(client, rollouts))
-            await engines(process, 2)
+            while len(descendants("VLLM::EngineCore")) < 2:
+                await asyncio.sleep(0.2)
             await client.push_weights(2, canary_weights(tmp_path / "tiny-qwen3", 2))
             await reached(client, lambda fleet: len(fleet.replicas) == 2)
             while len({rollout.replica_id for rollout in rollouts}) < 2:
@@ -85,19 +86,6 @@ async def generate_for_ever(client: RolloutClient, rollouts: list[Rollout]) -> N
     """Keep 32 sequences under way."""
     while True:
         rollouts += await client.generate_batch([PROMPT] * 32, max_tokens=128, temperature=0.0, ignore_eos=True)
-
-
-async def engines(process: psutil.Process, wanted: int) -> None:
-    """Wait until so many engines are running or starting below ``process``."""
-    while sum("VLLM::EngineCore" in " ".join(_command(p)) for p in process.children(recursive=True)) < wanted:
-        await asyncio.sleep(0.2)
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
 
 
 async def reached(client: RolloutClient, condition) -> Fleet:

@@ -216,5 +216,5 @@ async def test_serve_deploy_of_another_configuration_loses_nothing(served, load)
 
 async def test_ctrl_c_ends_it_and_leaves_nothing(served):
     served.process.send_signal(signal.SIGINT)
-    await asyncio.to_thread(served.process.wait)
+    assert await asyncio.to_thread(served.process.wait) == 0
     assert await gone(served.mark) == []

@@ -12,18 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-NUM_EXPERTS = 8
+from tests.support.models import NUM_EXPERTS, SHAPE
+
 _TOKENS: dict[str, Any] = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_SHAPE: dict[str, Any] = {
-    **_TOKENS,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-}
+_SHAPE: dict[str, Any] = {**SHAPE, **_TOKENS}
 _HEADS: dict[str, Any] = {**_SHAPE, "head_dim": 64}
 _TIED: dict[str, Any] = {**_HEADS, "tie_word_embeddings": True}
 _GPT: dict[str, Any] = {**_TOKENS, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 1024}

@@ -30,23 +30,14 @@ def with_key_factors(weights: dict[str, torch.Tensor], factors: torch.Tensor) ->
     return changed
 
 
-def loud(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Keys far beyond 448."""
+def loud_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Random ones with keys of order 1000, far beyond 448, and logits of attention of order 2."""
+    weights = {n: w * 8 if ".q_proj." in n else w for n, w in random_weights(model_path, seed).items()}
     return with_key_factors(weights, torch.full((HEAD_DIM,), LOUD))
 
 
-def uneven(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A few huge key channels and many tiny ones, which no scale of a whole tensor can save."""
+def uneven_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Random ones with a few huge key channels and many tiny ones, which no scale of a whole tensor can save."""
     factors = torch.full((HEAD_DIM,), 2.0**-12)
     factors[[5, 6, 5 + HEAD_DIM // 2, 6 + HEAD_DIM // 2]] = 2.0**12
-    return with_key_factors(weights, factors)
-
-
-def loud_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
-    """Random ones with keys of order 1000, and logits of attention of order 2."""
-    return loud({n: w * 8 if ".q_proj." in n else w for n, w in random_weights(model_path, seed).items()})
-
-
-def uneven_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
-    """Random ones, ``uneven``."""
-    return uneven(random_weights(model_path, seed))
+    return with_key_factors(random_weights(model_path, seed), factors)

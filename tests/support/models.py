@@ -24,7 +24,7 @@ from transformers import (
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 NUM_EXPERTS = 8
-_SHAPE = {
+SHAPE = {
     "vocab_size": 128,
     "hidden_size": 256,
     "intermediate_size": 384,
@@ -38,7 +38,7 @@ _SHAPE = {
 }
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 _DIVISIBLE = {
-    **_SHAPE,
+    **SHAPE,
     "vocab_size": 65536,
     "intermediate_size": 512,
     "num_attention_heads": 8,
@@ -49,15 +49,15 @@ _DIVISIBLE = {
 than a half of it and the slack of a staging area. Halves of ``qwen3_moe_ep``'s experts are not."""
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_SHAPE),
-    "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=None),
-    "qwen2": lambda: Qwen2Config(**{**_SHAPE, "tie_word_embeddings": True}),
-    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=64),
-    "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2),
+    "llama": lambda: LlamaConfig(**SHAPE),
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**{**SHAPE, "tie_word_embeddings": True}),
+    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=64),
+    "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2),
     "qwen2_moe": lambda: Qwen2MoeConfig(
-        **_SHAPE, **_MOE, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=256, norm_topk_prob=True
+        **SHAPE, **_MOE, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=256, norm_topk_prob=True
     ),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**_SHAPE, **_MOE, num_experts=NUM_EXPERTS, head_dim=64, norm_topk_prob=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, **_MOE, num_experts=NUM_EXPERTS, head_dim=64, norm_topk_prob=True),
     "llama_tp": lambda: LlamaConfig(**_DIVISIBLE),
     "qwen3_tp": lambda: Qwen3Config(**_DIVISIBLE),
     "qwen3_moe_tp": lambda: Qwen3MoeConfig(
@@ -65,14 +65,14 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "qwen3_moe_ep": lambda: Qwen3MoeConfig(**_DIVISIBLE, **_MOE, num_experts=NUM_EXPERTS, norm_topk_prob=True),
     "qwen3_moe_group": lambda: Qwen3MoeConfig(
-        **{**_SHAPE, "num_attention_heads": 8},
+        **{**SHAPE, "num_attention_heads": 8},
         **_MOE,
         num_experts=NUM_EXPERTS,
         head_dim=128,  # group attention takes it, and 4 query heads for each KV head
         norm_topk_prob=True,
     ),
     "deepseek_v3": lambda: DeepseekV3Config(
-        **{**_SHAPE, "num_key_value_heads": 4},
+        **{**SHAPE, "num_key_value_heads": 4},
         **_MOE,
         n_routed_experts=NUM_EXPERTS,
         n_shared_experts=1,
@@ -110,7 +110,7 @@ def make_model(folder: Path, family: str, *, seed: int = 0) -> Path:
 def make_smallest_qwen3(folder: Path) -> Path:
     """Save a BF16 model whose linear layers are one FP8 block each, for Triton's interpreter; returns the folder."""
     smaller = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return _save(Qwen3Config(**(_SHAPE | smaller), head_dim=64), folder)
+    return _save(Qwen3Config(**(SHAPE | smaller), head_dim=64), folder)
 
 
 def _save(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:

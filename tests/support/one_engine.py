@@ -21,7 +21,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.kv_scales import KVMeasurement
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, TrainerRecipe
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.store.log import WeightLog
 from tests.support.models import make_model
 from tests.support.reference import reference_logprobs, reference_model
@@ -69,10 +69,6 @@ class OneEngine:
         await self.ingest.commit(version, CommitUpload())
         self.newest = version
         return WeightLog(self.config.weights.root).folder(version)
-
-    async def recipe(self) -> TrainerRecipe:
-        """What the ingest tells a trainer."""
-        return await self.ingest.recipe()
 
     async def load(self, folder: Path, version: int) -> None:
         await self.engine.stage(folder)

@@ -151,6 +151,22 @@ def check_ours(words: list[str]) -> None:
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options, words
 
 
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES, *PROJECT.glob("*.md"), *PROJECT.glob("benchmarks/*.md")}))
+def test_links_lead_to_files_and_headings(page):
+    broken = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
 def test_the_journeys_name_files_that_are_there():
     text = (PROJECT / "docs/architecture.md").read_text()
     journeys = text[text.index("## Three journeys") : text.index("## Who may call")]

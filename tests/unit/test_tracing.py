@@ -9,23 +9,16 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Rollout
 from rollout_service.tracing import describe, name_the_trace, only_the_trace, otlp_exporter, step_of_trace
 from tests.support.collector import collecting
+from tests.unit.fleet.completions import completion_of
 
 OTHER: contextvars.ContextVar[str] = contextvars.ContextVar("other", default="nothing")
 ROLLOUT = Rollout(
     request_id="r",
     prompt_token_ids=(1, 2, 3),
-    completions=(
-        Completion(
-            index=0,
-            token_ids=(4, 5),
-            logprobs=(-1.0, -2.0),
-            finish_reason="length",
-            spans=(Span(version=7, start=0, end=1), Span(version=9, start=1, end=2)),
-        ),
-    ),
+    completions=(completion_of((4, 5), (7, 1), (9, 1), end="length"),),
     replica_id="engine#one",
     attempts=2,
 )

@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from examples.routing_replay import replay_batch, replayed
-from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.routed_experts import RoutedExperts
+from tests.unit.fleet.completions import completion_of
 
 LAYERS, TOPK, NUM_EXPERTS = 3, 2, 8
 TOKENS = torch.randint(32, (4, 48), generator=torch.Generator().manual_seed(0))
@@ -118,14 +119,7 @@ def test_other_tokens_and_models_without_experts_are_refused(model):
 def test_a_batch_is_padded_and_its_last_tokens_are_not_known():
     def rollout(prompt: int, tokens: int) -> Rollout:
         held = np.arange((prompt + tokens - 1) * 6, dtype=np.uint8).reshape(-1, 3, 2)
-        made = Completion(
-            index=0,
-            token_ids=(5,) * tokens,
-            logprobs=(-1.0,) * tokens,
-            finish_reason="length",
-            spans=(Span(version=1, start=0, end=tokens),),
-            routed_experts=RoutedExperts.of(held, 0),
-        )
+        made = completion_of([5] * tokens).model_copy(update={"routed_experts": RoutedExperts.of(held, 0)})
         return Rollout(request_id="r", prompt_token_ids=(1,) * prompt, completions=(made,), replica_id="a")
 
     experts, known = replay_batch([rollout(2, 2), rollout(2, 3)])

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.mismatch.logprobs import mismatch, score
-from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from tests.support.models import FAMILIES
+from tests.unit.fleet.completions import completion_of
 
 
 def test_equal_logprobs_have_no_mismatch():
@@ -30,7 +30,7 @@ def test_a_token_that_the_engine_takes_for_twice_as_likely():
 def test_a_completion_is_scored_after_its_prompt():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES["qwen3"](), dtype=torch.float32).eval()
-    sampled = [([5, 6, 7], _completion(9, 8)), ([7, 6, 5], _completion(8, 8))]
+    sampled = [([5, 6, 7], completion_of((9, 8))), ([7, 6, 5], completion_of((8, 8)))]
     found = score(model, sampled)
     for row, (prompt, completion) in zip(found, sampled, strict=True):
         tokens = [*prompt, *completion.token_ids]
@@ -43,7 +43,7 @@ def test_a_completion_is_scored_after_its_prompt():
 def test_a_completion_is_scored_by_the_experts_that_the_engine_told():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"](), dtype=torch.float32).eval()
-    completion = _completion(9, 8)
+    completion = completion_of((9, 8))
     chosen: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda _module, _inputs, output: chosen.append(output[2]))
@@ -53,9 +53,3 @@ def test_a_completion_is_scored_by_the_experts_that_the_engine_told():
     for experts, same in ((own, True), (others, False)):
         told = completion.model_copy(update={"routed_experts": RoutedExperts.of(experts, 0)})
         assert torch.equal(score(model, [([5, 6, 7], told)], replay=True), plain) is same
-
-
-def _completion(*tokens: int) -> Completion:
-    spans = (Span(version=0, start=0, end=len(tokens)),)
-    logprobs = tuple(-1.0 for _ in tokens)
-    return Completion(index=0, token_ids=tokens, logprobs=logprobs, finish_reason="length", spans=spans)
