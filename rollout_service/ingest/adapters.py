@@ -20,7 +20,6 @@ from rollout_service.errors import (
     InvalidManifest,
     InvalidRequest,
     NotFound,
-    RolloutServiceError,
     UploadIncomplete,
     VersionConflict,
 )
@@ -43,7 +42,7 @@ from rollout_service.protocol.base import MAX_VERSION, NEXT
 from rollout_service.protocol.weight_log import Head
 from rollout_service.runtime.tasks import ClosableLock, ShieldedTasks
 from rollout_service.store.adapters import ADAPTER_FILES, AdapterStore, adapter_digest, digest_of, tensors_digest
-from rollout_service.store.durable_io import DISK_FULL, make_private, no_room, remedy, write_synced
+from rollout_service.store.durable_io import DISK_FULL, make_private, no_room, not_written, write_synced
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
 
@@ -141,8 +140,7 @@ class AdapterIngest:
         try:
             return await asyncio.to_thread(self._begin, name, begin)
         except OSError as error:
-            what = f"adapter {name} cannot be uploaded: {error}"
-            raise RolloutServiceError(f"{what}; {remedy(error, 'push it again')}") from error
+            raise not_written(f"adapter {name} cannot be uploaded", error, "push it again") from error
 
     async def part(self, name: str, digest: str, index: int, content: bytes) -> None:
         """Store one part of an upload. Raises NotFound, InvalidRequest, InsufficientStorage."""
@@ -213,8 +211,7 @@ class AdapterIngest:
         try:
             adapter = await asyncio.to_thread(self._check_and_take_in, name, request, head)
         except OSError as error:
-            what = f"adapter {name} was not committed: {error}"
-            raise RolloutServiceError(f"{what}; {remedy(error, 'push it again')}") from error
+            raise not_written(f"adapter {name} was not committed", error, "push it again") from error
         await self._fleet.follow_adapters()
         return adapter
 

@@ -52,7 +52,7 @@ from rollout_service.protocol.upload import (
 from rollout_service.protocol.weight_log import Head, LogFile, Newest
 from rollout_service.protocol.weights import ServiceState, TensorDigests, WeightStatus
 from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, RepeatedTask, ShieldedTasks
-from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remedy, remove_tree
+from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, not_written, remedy, remove_tree
 from rollout_service.store.labels import VersionLabels, require_kept
 from rollout_service.store.log import WeightLog, stage_again
 from rollout_service.store.manifest import Manifest
@@ -522,8 +522,8 @@ class Ingest:
             try:
                 manifest = await asyncio.to_thread(stage_again, self._log, source, number)
             except OSError as error:
-                what = f"version {to} cannot be made the newest again: {error}"
-                raise RolloutServiceError(f"{what}; {remedy(error, 'send the call again')}") from error
+                what = f"version {to} cannot be made the newest again"
+                raise not_written(what, error, "send the call again") from error
             version = manifest.version
             if record is not None:
                 record = record.model_copy(update={"begin": record.begin.numbered(version)})
@@ -545,8 +545,7 @@ class Ingest:
             if error.errno in DISK_FULL:
                 what = f"the manifest of version {manifest.version}, which is not committed,"
                 raise no_room(what, self._log.root, 2 * len(manifest.to_json())) from error
-            what = f"version {manifest.version} was not committed: {error}"
-            raise RolloutServiceError(f"{what}; {remedy(error, 'commit it again')}") from error
+            raise not_written(f"version {manifest.version} was not committed", error, "commit it again") from error
         await asyncio.to_thread(self._labels.note, manifest.version, manifest.label)
         self._kv_scales.committed(manifest)
         summary = self._summaries[head.version] = summary_of(manifest, head.digest, record)

@@ -42,7 +42,7 @@ from rollout_service.protocol.base import NEXT, Failure
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.runtime.threads import io_threads
-from rollout_service.store.durable_io import DISK_FULL, PASSING, no_room, read_thrice, remedy, remove_tree
+from rollout_service.store.durable_io import DISK_FULL, PASSING, no_room, not_written, read_thrice, remove_tree
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.staged_file import StagedFile
 from rollout_service.store.upload_record import JOURNAL, STAGED_FILE, UploadRecord, read_record, write_record
@@ -188,8 +188,7 @@ class UploadSession:
                 raise no_room(what, folder.parent, stored_bytes + part_bytes) from error
             if is_passing:
                 raise
-            what = f"{what} cannot be laid out in {folder}: {error}"
-            raise RolloutServiceError(f"{what}; {remedy(error, 'push it again')}") from error
+            raise not_written(f"{what} cannot be laid out in {folder}", error, "push it again") from error
         return writer, file
 
     def _recover_parts(self) -> None:

@@ -43,7 +43,7 @@ from rollout_service.protocol.upload import (
     UploadPlan,
     UploadTensor,
 )
-from rollout_service.store.durable_io import PASSING, remedy, remove_tree
+from rollout_service.store.durable_io import PASSING, not_written, remove_tree
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Recipe
@@ -279,8 +279,7 @@ class Uploads:
         try:
             await asyncio.to_thread(staged.renumber, version, self._log.staging(version))
         except OSError as error:
-            what = f"version {before} cannot be made version {version}: {error}"
-            raise RolloutServiceError(f"{what}; {remedy(error, 'commit it again')}") from error
+            raise not_written(f"version {before} cannot be made version {version}", error, "commit it again") from error
         self._staged[version] = self._staged.pop(before)
 
     @staticmethod
@@ -289,8 +288,7 @@ class Uploads:
         try:
             await asyncio.to_thread(lambda: staged.rename(**changes))
         except OSError as error:
-            what = f"version {staged.begin.version} cannot be renamed: {error}"
-            raise RolloutServiceError(f"{what}; {remedy(error, 'push it again')}") from error
+            raise not_written(f"version {staged.begin.version} cannot be renamed", error, "push it again") from error
 
     async def stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         """Lay out a version that expects parts, or convert the tensors of ``source``. Replaces another upload.
@@ -309,10 +307,10 @@ class Uploads:
                 delta.close()
             if not isinstance(error, OSError):
                 raise
-            what = f"version {begin.version} cannot be staged in {uploads_folder(self._log.root)}: {error}"
+            what = f"version {begin.version} cannot be staged in {uploads_folder(self._log.root)}"
             if error.errno in PASSING:
-                raise LogUnreadable(f"{what}; send the call again") from error
-            raise RolloutServiceError(f"{what}; {remedy(error, 'push it again')}") from error
+                raise LogUnreadable(f"{what}: {error}; send the call again") from error
+            raise not_written(what, error, "push it again") from error
         self._staged[begin.version] = staged
         self._dropped.pop(begin.version, None)
         return staged

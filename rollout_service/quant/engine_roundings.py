@@ -320,10 +320,7 @@ class _RoundingAttention:
     def leave(self, kernel: str, modules: Collection[nn.Module]) -> None:
         with self._lock:
             rounding = self._rounding[kernel]
-            rounding.subtract(modules)
-            for module in modules:  # a module with the count 0 would stay in memory, with its weights
-                if not rounding[module]:
-                    del rounding[module]
+            rounding -= Counter(modules)  # and not subtract, which would keep modules, with their weights, at count 0
             if not rounding:
                 del self._rounding[kernel]
                 self._registered.pop(kernel).close()

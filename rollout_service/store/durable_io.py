@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 
 import xxhash
 
-from rollout_service.errors import InsufficientStorage, LogCorrupt, LogLocked
+from rollout_service.errors import InsufficientStorage, LogCorrupt, LogLocked, RolloutServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +233,11 @@ def remedy(error: OSError, otherwise: str) -> str:
     """Return what helps against a failed write: permissions, or ``otherwise``."""
     is_denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
     return "make that folder writable for the service" if is_denied else otherwise
+
+
+def not_written(what: str, error: OSError, otherwise: str) -> RolloutServiceError:
+    """Return the error for a failed write, with what helps against it; ``otherwise``: see ``remedy``."""
+    return RolloutServiceError(f"{what}: {error}; {remedy(error, otherwise)}")
 
 
 def no_room(what: str, folder: Path, needed_bytes: int) -> InsufficientStorage:

@@ -128,8 +128,7 @@ class TrainerMemory:
 
     def release(self, source: SharedMemorySource) -> None:
         """End a ``hold``."""
-        self._held[source.memory] -= 1
-        self._held += Counter()  # without names that nobody holds
+        self._held -= Counter([source.memory])  # keeps no names at count 0
         self._holders.release()
 
     def open(self, source: SharedMemorySource) -> MappedMemory:

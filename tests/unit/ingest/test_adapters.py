@@ -194,6 +194,7 @@ async def test_each_live_adapter_has_room_for_an_upload(model, tmp_path):
         begins = [BeginAdapter(config=CONFIG, digest=f"{number:032x}", nbytes=100) for number in range(20)]
         begun = [await ingest.begin_adapter(f"run-{number}", begin) for number, begin in enumerate(begins)]
         await ingest.adapter_part("run-0", begun[0].digest, 0, bytes(100))
+        assert not (await ingest.begin_adapter("run-0", begins[0])).missing
 
 
 async def test_what_others_have_beside_the_log_is_not_removed(model, tmp_path):
