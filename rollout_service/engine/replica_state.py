@@ -9,26 +9,17 @@
     draining  it is ending                                         no
     failed    its engine is lost                                   no
 
-``ReplicaLife`` has the transitions between the first five states. The last two override any of them.
+``ReplicaLife`` has the first five states. The last two override any of them.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.protocol.fleet import PauseMode, ReplicaState, UpdateTimings
 from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.weight_log import Control, DesiredState, Head
 
-NEXT: Final[dict[ReplicaState, frozenset[ReplicaState]]] = {
-    "starting": frozenset({"syncing"}),
-    "syncing": frozenset({"syncing", "ready", "stale", "asleep"}),
-    "ready": frozenset({"syncing", "stale", "asleep"}),
-    "stale": frozenset({"stale", "syncing", "ready", "asleep"}),
-    "asleep": frozenset({"asleep", "ready"}),
-}
-"""The allowed next states. ``syncing`` may follow itself for another version."""
 MAX_VERSIONS = 1000
 """Maximum number of labels; more than a completion can span."""
 
@@ -60,7 +51,7 @@ class ReplicaLife:
     def syncs(self, version: int) -> None:
         """Begin to stage a version. A replica that is waking up stays ``asleep`` until it serves the version."""
         if self.state != "asleep":
-            self._become("syncing")
+            self.state = "syncing"
         self.target = version
 
     def updated(self, head: Head, update: UpdateTimings) -> None:
@@ -70,25 +61,20 @@ class ReplicaLife:
 
     def ready(self) -> None:
         """Mark the served version as the newest, without errors."""
-        self._become("ready")
+        self.state = "ready"
         self.target = self.error = None
 
     def stays(self, error: str) -> None:
         """Record that a version could not be loaded. The engine continues with its current version, if it has one."""
         self.error, self.target = error, None
         if not self.closed:
-            self._become("stale")
+            self.state = "stale"
 
     def sleeps(self) -> None:
         """Mark the replica as asleep, without a version."""
-        self._become("asleep")
+        self.state = "asleep"
         self.served = self.target = self.error = None
         self.closed = True
-
-    def _become(self, state: ReplicaState) -> None:
-        if state not in NEXT[self.state]:
-            raise AssertionError(f"a replica that is {self.state} does not become {state}")
-        self.state = state
 
 
 class Pausing:
@@ -112,6 +98,8 @@ class Pausing:
         self._for_version = False
         self.asleep = False
         """True if the engine has released its memory."""
+        self._has_weights = True
+        """False from a sleep until a version is loaded."""
         self.obeyed = ""
         """The last order that the engine has carried out."""
         self.aborted = 0
@@ -168,7 +156,7 @@ class Pausing:
             if not may_sleep:
                 return False
             await self._engine.sleep()
-            self.asleep, self._for_version = True, False
+            self.asleep, self._for_version, self._has_weights = True, False, False
         elif self.asleep and not desired.asleep:
             await self._engine.wake_up()
             self.asleep, self._for_version = False, True  # the engine has no weights yet
@@ -185,14 +173,11 @@ class Pausing:
         ``clear_cache``: drop the KV cache once it is paused.
         """
         self._for_version = True
-        if mode == "wait":
-            self._start_drain(clear_cache)
-            return
-        self.stop_waiting()
-        await self._engine.pause(mode, clear_cache)
+        await self._pause(mode, clear_cache)
 
     async def open(self) -> None:
-        """Return to the ordered state after ``close``."""
+        """Return to the ordered state after ``close``; the engine has weights."""
+        self._has_weights = True
         if not self._for_version:
             return
         self._for_version = False
@@ -207,14 +192,19 @@ class Pausing:
             drain.cancel()
 
     async def _apply(self) -> None:
-        if self._mode == "wait":
-            self._start_drain(self._clears)
-        elif self._mode is not None:
-            self.stop_waiting()
-            await self._engine.pause(self._mode, self._clears)
+        if self._mode is not None:
+            await self._pause(self._mode, self._clears)
         elif not self._for_version and not self.asleep:
             self.stop_waiting()
             await self._engine.resume()
+
+    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        if mode == "wait" and self._has_weights:
+            self._start_drain(clear_cache)
+            return
+        self.stop_waiting()
+        # what a sleep holds must not run to its end on empty memory
+        await self._engine.pause("keep" if mode == "wait" else mode, clear_cache)
 
     def _start_drain(self, clear_cache: bool) -> None:
         if self.drains():

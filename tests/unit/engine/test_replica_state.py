@@ -1,9 +1,7 @@
 """What a replica serves while a version is loaded, and the labels of what it has served."""
 
-import pytest
-
 from rollout_service.engine import replica_state
-from rollout_service.engine.replica_state import NEXT, ReplicaLife, ServedLabels
+from rollout_service.engine.replica_state import ReplicaLife, ServedLabels
 from rollout_service.protocol.fleet import UpdateTimings
 from rollout_service.protocol.weight_log import Head
 from tests.unit.fleet.completions import completion_of
@@ -20,18 +18,6 @@ def test_a_closed_engine_serves_nothing_and_is_not_called_stale():
     life.closed = True
     life.stays("torn")
     assert life.state == "syncing" and not life.serves(first)
-
-
-def test_what_may_not_follow_is_a_mistake_of_ours():
-    with pytest.raises(AssertionError, match="starting does not become ready"):
-        ReplicaLife().ready()
-
-
-def test_every_state_can_reach_ready():
-    reached = {"ready"}
-    while more := {state for state, after in NEXT.items() if after & reached} - reached:
-        reached |= more
-    assert reached == set(NEXT)
 
 
 def test_each_span_has_the_label_of_its_own_version_while_that_is_remembered(monkeypatch):

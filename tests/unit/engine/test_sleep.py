@@ -134,3 +134,30 @@ async def test_sleep_ordered_while_a_version_is_read_pauses_at_once_and_comes_be
     assert (status.state, engine.calls) == ("asleep", ["pause abort", "sleep"])
     await wake(ingest)
     await serving(weight_sync, ingest, 1)
+
+
+async def test_a_wait_of_a_sleeping_engine_runs_nothing(weight_sync, engine, ingest):
+    await sleep(ingest, mode="keep")
+    await sleep(ingest, "again", mode="wait")
+    assert engine.calls == ["pause keep", "sleep", "pause keep"]
+
+
+async def test_a_waiting_version_runs_nothing_before_its_load(weight_sync, log, engine, ingest):
+    await sleep(ingest, mode="keep")
+    await push(log, ingest, 1, mode="wait")
+    await wake(ingest)
+    await serving(weight_sync, ingest, 1)
+    assert engine.calls == ["pause keep", "sleep", "wake up", "pause keep", "load 1", "resume"]
+
+
+async def test_a_wait_ordered_of_a_woken_engine_begins_after_the_load(weight_sync, engine, ingest):
+    await sleep(ingest, mode="keep")
+    engine.reading.close()
+    await wake(ingest)
+    await engine.reading.until_reached()
+    await ingest.change(order="wait", paused=True, pause_mode="wait", abort=7)
+    await ingest.reported(lambda s: s.aborted == 7)
+    assert engine.calls == ["pause keep", "sleep", "wake up", "abort", "pause keep"]
+    engine.reading.open()
+    await ingest.reported(lambda s: s.obeyed == "wait")
+    assert engine.calls[5:] == ["pause keep", "load 0", "pause wait"]
