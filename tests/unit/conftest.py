@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from rollout_service.config import ServiceConfig
 from rollout_service.fleet import registry
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.receiver import process, receiver
+from rollout_service.model import served_model
 from rollout_service.model.tiny import make_tiny_qwen3, tiny_qwen3_config
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
@@ -33,6 +34,19 @@ os.fsync = os.fdatasync = lambda fd: os.fstat(fd if isinstance(fd, int) else fd.
 # one either.
 receiver.CONTEXT = multiprocessing.get_context("forkserver")
 receiver.CONTEXT.set_forkserver_preload([process.__name__])
+
+# Each ingest builds its model's modules, without weights: those of one config.json are read and never changed.
+_build_modules, _modules = served_model._without_weights, dict[bytes, PreTrainedModel]()
+
+
+def _modules_built_once(path: Path) -> PreTrainedModel:
+    content = (path / "config.json").read_bytes()
+    if content not in _modules:
+        _modules[content] = _build_modules(path)
+    return _modules[content]
+
+
+served_model._without_weights = _modules_built_once
 
 torch.set_num_threads(1)  # threads that wait for one another on a busy machine cost ten times what small models need
 

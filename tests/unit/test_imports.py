@@ -45,26 +45,26 @@ LAYERS = (
 """The package's parts, lowest first: each imports only those before it."""
 
 
-def loaded_after_importing(*modules: str) -> set[str]:
-    """Top-level modules in a new interpreter once ``modules`` are imported."""
-    code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+def loaded_after_importing(*steps: str) -> list[set[str]]:
+    """Top-level modules in a new interpreter after each import of ``steps``."""
+    show = "print(*{name.partition('.')[0] for name in sys.modules})"
+    code = "\n".join(["import sys", *(f"import {step}; {show}" for step in steps)])
     run = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True, stdout=subprocess.PIPE, text=True)
-    return set(run.stdout.split())
+    return [set(line.split()) for line in run.stdout.splitlines()]
 
 
-def test_trainer_side_modules_import_neither_torch_nor_an_engine():
+def test_trainer_side_imports_bring_no_engine():
     # all in one interpreter: none of them may pull it in
-    names = [f"rollout_service{name}" for name in WITHOUT_TORCH]
-    assert loaded_after_importing(*names) & (ENGINE | {"torch"}) == set()
+    steps = [", ".join(f"rollout_service{name}" for name in names) for names in (WITHOUT_TORCH, WITH_TORCH)]
+    without_torch, with_torch = loaded_after_importing(*steps)
+    assert without_torch & (ENGINE | {"torch"}) == set()
+    assert with_torch & ENGINE == set()
 
 
 def test_building_the_application_imports_neither_torch_nor_vllm():
     # the process that builds it is waited for at each start
-    assert loaded_after_importing("rollout_service.app") & {"torch", "transformers", "vllm"} == set()
-
-
-def test_the_correction_pulls_in_no_engine():
-    assert loaded_after_importing(*(f"rollout_service{name}" for name in WITH_TORCH)) & ENGINE == set()
+    [loaded] = loaded_after_importing("rollout_service.app")
+    assert loaded & {"torch", "transformers", "vllm"} == set()
 
 
 def test_layers_import_downwards_only():

@@ -7,12 +7,7 @@ import rollout_service.client
 ROOT = Path(rollout_service.__file__).parents[1]
 
 
-def printed_by(code: str) -> str:
-    """What ``code`` prints in a new interpreter."""
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-def test_generating_needs_no_torch():
+def test_generating_needs_no_torch_and_quantizing_no_engine():
     code = (
         "import asyncio, sys, httpx\n"
         "from rollout_service.client import RolloutClient\n"
@@ -22,15 +17,10 @@ def test_generating_needs_no_torch():
         "    'replica_id': 'r'}))\n"
         "print(asyncio.run(RolloutClient('http://a', transport=ok).generate([2])).completions[0].token_ids)\n"
         "print(sorted({'torch', 'vllm', 'ray'} & sys.modules.keys()))\n"
-    )
-    assert printed_by(code) == "(1,)\n[]\n"
-
-
-def test_quantizing_for_the_service_needs_torch_but_no_engine():
-    code = (
-        "import sys, rollout_service.model.convert as convert\n"
+        "import rollout_service.model.convert as convert\n"
         "from rollout_service.protocol.upload import TrainerRecipe\n"
         "convert.Converter(TrainerRecipe(weights='none'))\n"
         "print('torch' in sys.modules, sorted({'ray', 'transformers', 'vllm', 'fastapi'} & sys.modules.keys()))"
     )
-    assert printed_by(code) == "True []\n"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "(1,)\n[]\nTrue []\n"

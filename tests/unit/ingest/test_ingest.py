@@ -15,7 +15,7 @@ from rollout_service.errors import (
 )
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, Delta, PathSource
 from tests.unit.ingest import expected
-from tests.unit.ingest.trainer import begin_of, changed
+from tests.unit.ingest.trainer import PART_BYTES, begin_of, changed
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 
@@ -40,7 +40,7 @@ class TestUpload:
 
     async def test_parts_and_tensors_may_come_in_any_order(self, trainer, weights, fingerprint, ingest):
         sent = dict(reversed(changed(weights, 0.5).items()))
-        parts = begin_of(1, sent).num_parts(64 << 10)
+        parts = begin_of(1, sent).num_parts(PART_BYTES)
         await trainer.upload(1, sent, order=[*range(1, parts, 2), *reversed(range(0, parts, 2))])
         assert (await ingest.commit(1, CommitUpload())).digest == expected.digest(sent, fingerprint)
 

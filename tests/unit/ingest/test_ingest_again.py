@@ -32,7 +32,17 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.upload_record import JOURNAL, RECORD_FILE, STAGED_FILE, read_record
 from tests.unit.client.real_ingest import real_ingest
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, parts_of, replica, started
+from tests.unit.ingest.trainer import (
+    PART_BYTES,
+    Trainer,
+    Weights,
+    begin_of,
+    changed,
+    config_of,
+    parts_of,
+    replica,
+    started,
+)
 
 
 async def race(url: str, pushes: list[Weights]) -> list[WeightStatus | BaseException]:
@@ -178,10 +188,10 @@ class TestRestart:
             folder = log.root / "staging" / "1.parts"
         staged, journal = folder / STAGED_FILE, folder / JOURNAL
         data = bytearray(staged.read_bytes())
-        data[64 << 10] ^= 1
+        data[PART_BYTES] ^= 1
         staged.write_bytes(data)
         lines = [line for line in journal.read_text().splitlines() if not line.startswith("2 ")]
-        journal.write_text("\n".join([*lines, "9 65536 0", "10000 1 0", "noise", "2 655"]))
+        journal.write_text("\n".join([*lines, f"9 {PART_BYTES} 0", "10000 1 0", "noise", "2 655"]))
         async with started(config) as again:
             assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 3]
 

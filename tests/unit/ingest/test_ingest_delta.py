@@ -1,7 +1,6 @@
 """Changes of a version in the log, as the ingest takes them: sound, unsound, interrupted, and without their base."""
 
 import asyncio
-import errno
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -35,12 +34,10 @@ from rollout_service.protocol.upload import (
     base_digest,
 )
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.store import reading
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import tensor_digests
 from tests.support.tensor_changes import encode
-from tests.unit.ingest.faults import fail
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, open_files, started
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, open_files, scattered, started
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
@@ -106,15 +103,6 @@ def part_of(announced: BeginUpload, changes: Changes, number: int) -> bytes:
         tensors.start, [None if each is None else TensorChange(each.encoded.nbytes, each.digest) for each in told]
     )
     return header + b"".join(each.encoded for each in told if each is not None)
-
-
-def scattered(weights: Weights, seed: int, share: float = 0.02) -> dict[str, torch.Tensor]:
-    """Other weights, of which most elements are what they were."""
-    generator, new = torch.Generator().manual_seed(seed), {}
-    for name, tensor in weights.items():
-        hit = torch.rand(tensor.shape, generator=generator) < share
-        new[name] = torch.where(hit, tensor.float() * 1.07 + 1e-4, tensor.float()).to(tensor.dtype)
-    return new
 
 
 PART_BYTES = 12 << 10
@@ -463,19 +451,6 @@ class TestAgain:
         assert not list((log.root / "staging").iterdir())
         await DeltaTrainer(ingest).push(3, new)
         require_stored(log, 3, new)
-
-    async def test_a_base_that_cannot_be_opened_just_now_keeps_the_parts(
-        self, trainer, restarted, log, old, new, monkeypatch, caplog
-    ):
-        plan, parts = await trainer.begin_delta(2, 1, old, new)
-        await trainer.send(plan, parts)
-        with monkeypatch.context() as disk:
-            fail(disk, reading, "open_version_file", errno.EIO, lambda path: path.parent == log.folder(1))
-            ingest = await restarted()
-        assert re.search(r"2\.parts stays on disk until its upload is begun again: .*Push the whole", caplog.text)
-        assert (await DeltaTrainer(ingest).begin_delta(2, 1, old, new))[0].missing_parts == ()
-        await ingest.commit(2, CommitUpload())
-        require_stored(log, 2, new)
 
     async def test_a_rollback_of_a_version_that_came_as_a_delta(self, trainer, ingest, log, old, new):
         await trainer.push_delta(2, 1, old, new)

@@ -1,12 +1,13 @@
 """A real ingest process killed with SIGKILL around the rename of LATEST, and what its successor finds."""
 
-import asyncio
 import sys
-from asyncio.subprocess import PIPE
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import TypeAlias
 
 import psutil
+import pytest
 
 from rollout_service.config import ServiceConfig
 from rollout_service.protocol.upload import CommitUpload
@@ -15,14 +16,23 @@ from tests.support.moments import stop_at
 from tests.unit.ingest.trainer import started
 
 PROJECT = Path(__file__).parents[3]
+Committer: TypeAlias = "Popen[str]"
 
 
-async def test_a_kill_before_the_rename_leaves_the_version_staged(config, log):
+@pytest.fixture(scope="module")
+def committer() -> Iterator[Committer]:
+    """A process that starts the ingests, without their imports."""
+    command = [sys.executable, "-m", "tests.unit.store.committer"]
+    with Popen(command, cwd=PROJECT, stdin=PIPE, stdout=PIPE, text=True, bufsize=1) as process:
+        yield process
+
+
+async def test_a_kill_before_the_rename_leaves_the_version_staged(config, log, committer):
     def manifest_written(version: int) -> bool:
         written = any((folder / "manifest.json").is_file() for folder in (log.staging(version), log.folder(version)))
         return written and newest(log) < version
 
-    version = await killed_in(manifest_written, config)
+    version = killed_in(manifest_written, config, committer)
     assert newest(log) == version - 1
     async with started(config) as successor:
         status = await successor.status(version)
@@ -34,8 +44,8 @@ async def test_a_kill_before_the_rename_leaves_the_version_staged(config, log):
     assert committed.digest == log.manifest(version).digest
 
 
-async def test_a_kill_after_the_rename_leaves_the_version_committed(config, log):
-    version = await killed_in(lambda version: newest(log) == version, config)
+async def test_a_kill_after_the_rename_leaves_the_version_committed(config, log, committer):
+    version = killed_in(lambda version: newest(log) == version, config, committer)
     assert newest(log) == version
     async with started(config) as successor:
         assert (await successor.fleet()).latest_version == version
@@ -45,24 +55,24 @@ async def test_a_kill_after_the_rename_leaves_the_version_committed(config, log)
     assert again.digest == log.manifest(version).digest
 
 
-async def killed_in(moment: Callable[[int], bool], config: ServiceConfig) -> int:
+def killed_in(moment: Callable[[int], bool], config: ServiceConfig, committer: Committer) -> int:
     """Commit versions in an ingest process until one's ``moment`` is hit, and kill it there; returns that version."""
-    command = [sys.executable, "-m", "tests.unit.store.committer", config.model.path, config.weights.root]
-    process = await asyncio.create_subprocess_exec(*command, cwd=PROJECT, stdin=PIPE, stdout=PIPE)
-    assert process.stdin is not None and process.stdout is not None
+    asked, told = committer.stdin, committer.stdout
+    assert asked is not None and told is not None
+    asked.write(f"{config.model.path} {config.weights.root}\n")
+    process = psutil.Process(int(told.readline()))
     try:
         for version in range(1, 20):
-            process.stdin.write(f"{version}\n".encode())
-            assert await process.stdout.readline() == b"staged\n"
-            process.stdin.write(b"commit\n")
-            await process.stdin.drain()
-            if await asyncio.to_thread(stop_at, psutil.Process(process.pid), lambda: moment(version), 3.0):  # noqa: B023
+            asked.write(f"{version}\n")
+            assert told.readline() == "staged\n"
+            asked.write("commit\n")
+            if stop_at(process, lambda: moment(version), 3.0):  # noqa: B023
                 return version
-            assert await process.stdout.readline() == b"committed\n"
+            assert told.readline() == "committed\n"
         raise AssertionError("no commit was ever seen in the moment")
     finally:
         process.kill()
-        await process.wait()
+        process.wait()
 
 
 def newest(log: WeightLog) -> int:

@@ -1,17 +1,21 @@
 """An ingest whose log is in memory: the same versions as on a disk, written into files of dropped ones."""
 
+import asyncio
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from rollout_service.config import ServiceConfig
 from rollout_service.ingest.conversion import Bucket
+from rollout_service.ingest.resources import Resources
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.log import WeightLog
 from rollout_service.store.upload_progress import PROGRESS_FILE
 from rollout_service.store.upload_record import STAGED_FILE
-from tests.unit.ingest.test_ingest_delta import DeltaTrainer, require_stored, scattered
-from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, started
+from tests.unit.ingest.test_ingest_delta import DeltaTrainer, require_stored
+from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, scattered, started
 
 
 async def pushed(config: ServiceConfig, weights: Weights, versions: int) -> tuple[list[str | None], list[set[int]]]:
@@ -81,3 +85,18 @@ async def test_an_ingest_that_starts_anew_uses_the_files_again(model, weights, m
     log = WeightLog(memory)
     assert {path.stat().st_ino for path in log.folder(9).glob("*.safetensors")} <= set.union(*before)
     log.verify(log.manifest(9))
+
+
+async def test_memory_that_cannot_be_prepared_is_logged_and_not_needed(model, weights, memory, monkeypatch, caplog):
+    tried = threading.Event()
+
+    def fail(self: Resources, is_stopped: Callable[[], bool]) -> None:
+        tried.set()
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(Resources, "prepare_memory", fail)
+    async with started(config_of(model, memory)) as ingest:
+        await asyncio.to_thread(tried.wait)
+        assert (await Trainer(ingest).push(1, changed(weights, 1 / 64))).digest is not None
+    [said] = [each for each in caplog.records if "no memory is prepared" in each.message]
+    assert said.exc_info is not None and str(said.exc_info[1]) == "no compiler"

@@ -8,7 +8,7 @@ import pytest
 from rollout_service.config import ServiceConfig
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.upload_record import STAGED_FILE
-from tests.unit.ingest.trainer import Trainer, begin_of, changed, config_of, parts_of, started
+from tests.unit.ingest.trainer import PART_BYTES, Trainer, begin_of, changed, config_of, parts_of, started
 
 
 @pytest.fixture
@@ -72,11 +72,11 @@ async def test_a_discarded_upload_leaves_its_file_to_the_next(ingest, trainer, w
 
 async def test_a_file_that_a_sender_still_writes_is_not_reused(ingest, trainer, weights, log):
     await trainer.upload(1, weights, order=[0])
-    incoming = ingest.staged(1).parts.begin(1, 64 << 10, lambda: None)
+    incoming = ingest.staged(1).parts.begin(1, PART_BYTES, lambda: None)
     incoming.open()
     assert incoming.memory is not None
     await ingest.discard(1)
     assert not (log.root / "staging" / "kept").exists()
     await trainer.upload(2, weights)
-    incoming.memory[:] = bytes(64 << 10)
+    incoming.memory[:] = bytes(PART_BYTES)
     assert (await ingest.commit(2, CommitUpload())).digest == (await trainer.push(3, weights)).digest

@@ -29,7 +29,7 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.upload_record import JOURNAL
 
 Weights = Mapping[str, torch.Tensor]
-PART_BYTES = 64 << 10
+PART_BYTES = 128 << 10
 """Small parts, so that a small model has several."""
 
 Start = Callable[..., Awaitable[Ingest]]
@@ -63,6 +63,15 @@ def folder_weights(model: Path) -> dict[str, torch.Tensor]:
 def changed(weights: Weights, by: float) -> dict[str, torch.Tensor]:
     """Other weights of the same model."""
     return {name: (tensor + by).to(tensor.dtype) for name, tensor in weights.items()}
+
+
+def scattered(weights: Weights, seed: int, share: float = 0.02) -> dict[str, torch.Tensor]:
+    """Other weights: a share of the elements of each tensor is changed by some percent."""
+    generator, new = torch.Generator().manual_seed(seed), {}
+    for name, tensor in weights.items():
+        hit = torch.rand(tensor.shape, generator=generator) < share
+        new[name] = torch.where(hit, tensor.float() * 1.07 + 1e-4, tensor.float()).to(tensor.dtype)
+    return new
 
 
 def begin_of(version: int, weights: Weights, kv_scales: dict[str, float] | None = None) -> BeginUpload:

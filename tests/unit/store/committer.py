@@ -1,11 +1,15 @@
 """An ingest in a process of its own. For each version on its input it stages the model's weights, then commits them.
 
-python -m tests.unit.store.committer MODEL ROOT
+``python -m tests.unit.store.committer`` starts such a process for each line "MODEL ROOT" of its input, prints its id,
+and waits for its end.
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
+
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401 - otherwise imported in each process
 
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import CommitUpload
@@ -30,4 +34,8 @@ def _tell(state: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*map(Path, sys.argv[1:])))
+    for line in sys.stdin:  # the imports take seconds: once for all
+        if (child := os.fork()) == 0:
+            sys.exit(asyncio.run(main(*map(Path, line.split()))))
+        _tell(str(child))
+        os.waitpid(child, 0)
