@@ -9,6 +9,8 @@ from typing import ClassVar
 
 LONGEST_REASON = 2000
 """Maximum length of a reason in characters; a list of a thousand tensors is truncated."""
+LONGEST_MESSAGE = 1 << 14
+"""Maximum length of an error's message in characters."""
 
 
 class RolloutServiceError(Exception):
@@ -18,6 +20,7 @@ class RolloutServiceError(Exception):
     retry_after_s: ClassVar[float | None] = None
 
     def __init__(self, message: str, detail: Mapping[str, object] | None = None) -> None:
+        message = shorten(message, LONGEST_MESSAGE)  # it may quote a request, and is also logged
         super().__init__(message, detail)
         self.message = message
         self.detail = dict(detail or {})
@@ -98,12 +101,6 @@ class VersionConflict(RolloutServiceError):
 
 class DeltaBaseGone(RolloutServiceError):
     """The base version of a delta is not in the log, or differs: push a whole version."""
-
-    http_status = 409
-
-
-class TableUnknown(RolloutServiceError):
-    """An announcement names a table of tensors that the ingest does not have: send the tensors."""
 
     http_status = 409
 
@@ -265,7 +262,7 @@ def from_wire(status: int, body: object) -> RolloutServiceError:
     return cls(str(error["message"]), detail if isinstance(detail, dict) else {})
 
 
-def shorten(reason: str) -> str:
-    """Truncate a reason to about ``LONGEST_REASON`` characters: its beginning and its end."""
-    half = LONGEST_REASON // 2
-    return reason if len(reason) <= LONGEST_REASON else f"{reason[:half]} … {reason[-half:]}"
+def shorten(reason: str, limit: int = LONGEST_REASON) -> str:
+    """Truncate a reason to at most ``limit`` characters: its beginning and its end."""
+    half = limit // 2 - 2
+    return reason if len(reason) <= limit else f"{reason[:half]} … {reason[-half:]}"

@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rollout_service.client._http import Http, Repeat
-from rollout_service.client._push import Push
+from rollout_service.client._push import Push, staged_still
 from rollout_service.client._tensors import TensorThread
-from rollout_service.errors import NotFound, NotShared
+from rollout_service.errors import NotFound, NotShared, QuantizationError
 from rollout_service.gpu.memory import OwnGpuMemory
 from rollout_service.protocol.ring import Ring, aligned
 from rollout_service.protocol.upload import (
@@ -217,6 +217,8 @@ class SharedMemoryPushes:
                 await self._send(push, plan, memory, source, tensors, checks)
             except BaseException as error:
                 self.close()  # the ingest may still be reading memory that the next push would overwrite
+                if isinstance(error, QuantizationError):
+                    raise staged_still(plan.version, error) from error
                 if not isinstance(error, NotFound) or not may_differ or not push.source.can_be_read_again:
                     raise
                 logger.warning("the weights are sent again, in parts: %s", error)

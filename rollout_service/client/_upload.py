@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -11,11 +10,10 @@ from rollout_service.client._control import ControlCalls
 from rollout_service.client._http import Http, Repeat, parse
 from rollout_service.client._part_sender import DirectListeners, PartSender
 from rollout_service.client._parts import Part, bytes_of_each, cut_parts
-from rollout_service.client._push import Push, Transport
+from rollout_service.client._push import Push, Transport, staged_still
 from rollout_service.client._shared_memory import GpuMemory, HostMemory, SharedMemoryPushes
 from rollout_service.client._tensors import TensorSource, TensorThread, every_rank_gathers
-from rollout_service.errors import QuantizationError, TableUnknown
-from rollout_service.protocol.base import NewVersion
+from rollout_service.errors import QuantizationError
 from rollout_service.protocol.upload import (
     Announcement,
     CommitUpload,
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
     from rollout_service.model.convert import Converter
 
-logger = logging.getLogger("rollout_service.client")
 
 Shared = Literal["shared_memory", "cuda_ipc"]
 """Transports through shared memory."""
@@ -45,8 +42,6 @@ class Uploader:
     def __init__(self, http: Http, direct: Http, pinned: PinnedCertificates, *, plain: bool) -> None:
         """Create the uploader over the service's control connections. See ``DirectListeners`` for the rest."""
         self._http, self._listeners = http, DirectListeners(http, direct, pinned, plain=plain)
-        self._kept: tuple[tuple[UploadTensor, ...], str] | None = None
-        """The last announced table, and its name at the ingest."""
         self._quantizing: tuple[object, Converter, tuple[UploadTensor, ...]] | None = None
         """The arguments of the last converter, the converter, and the table of its results."""
         self._shared: dict[Shared, SharedMemoryPushes] = {
@@ -79,19 +74,10 @@ class Uploader:
 
     async def begin(self, begin: Announcement) -> UploadPlan:
         """Announce a version. Raises InvalidManifest, VersionConflict."""
-        kept, tensors = self._kept, begin.announced_tensors
-        if kept is not None and kept[0] == tensors:
-            try:
-                return await self._announce(begin.by_table(kept[1]))
-            except TableUnknown as reason:
-                logger.debug("the table of tensors is sent again: %s", reason)
-        plan = await self._announce(begin)
-        self._kept = None if plan.table is None else (tensors, plan.table)
-        return plan
-
-    async def _announce(self, begin: Announcement) -> UploadPlan:
-        body = begin.model_dump(mode="json", exclude_defaults=True)
-        return parse(UploadPlan, await self._http.send("POST", "/v1/weights", json=body, repeat=Repeat.IDEMPOTENT))
+        body = begin.model_dump_json(exclude_defaults=True).encode()  # of 19 000 tensors: a fifth of the time of a dict
+        headers = {"Content-Type": "application/json"}
+        reply = await self._http.send("POST", "/v1/weights", content=body, headers=headers, repeat=Repeat.IDEMPOTENT)
+        return parse(UploadPlan, reply)
 
     async def quantizing(
         self, table: tuple[UploadTensor, ...], thread: TensorThread, batch_bytes: int | None = None
@@ -141,10 +127,7 @@ class Uploader:
                     to_cpu = kind == "shared_memory"
                     checks = None if to_cpu else DeferredChecks()  # a copy to the CPU synchronizes anyhow
                     stored = converter.convert(source.remaining, to_cpu=to_cpu, checks=checks)
-                try:
-                    sent = await self._shared[kind].push(push, table, stored, checks)
-                except QuantizationError as error:
-                    raise staged_still(push.version, error) from error
+                sent = await self._shared[kind].push(push, table, stored, checks)
                 if sent is not None:
                     return sent
                 stored = source.begin(own_memory=by_trainer)
@@ -162,14 +145,12 @@ class Uploader:
 
         ``cut``: ``cut_parts`` of the stream; called with the size of a part in bytes, and ``free``.
         """
-        version = announced.version
+        sender = await self.open(push, announced)
+        parts = _made_in(push.thread, cut(sender.plan.part_bytes, sender.free))
         try:
-            sender = await self.open(push, announced)
-            version = sender.plan.version
-            parts = _made_in(push.thread, cut(sender.plan.part_bytes, sender.free))
-            return version, await sender.send(parts, push.parallel_parts)
+            return sender.plan.version, await sender.send(parts, push.parallel_parts)
         except QuantizationError as error:
-            raise staged_still(version, error) from error
+            raise staged_still(sender.plan.version, error) from error
 
     async def open(self, push: Push, announced: Announcement) -> PartSender:
         """Announce a version and return the sender of its parts. Raises InvalidManifest, VersionConflict,
@@ -183,15 +164,6 @@ async def _made_in(thread: TensorThread, parts: Iterator[Part]) -> AsyncIterator
     """Yield each part when it is requested, made in ``thread``."""
     while (part := await thread.call(next, parts, None)) is not None:
         yield part
-
-
-def staged_still(version: NewVersion, error: QuantizationError) -> QuantizationError:
-    """Return the error of a version that stays staged in part, with its remedies."""
-    return QuantizationError(
-        f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
-        f"mend the weights and push it again, or discard({version})",
-        error.detail,
-    )
 
 
 def _converter_of(

@@ -31,6 +31,7 @@ from rollout_service.engine.load_statistics import SchedulerLog
 from rollout_service.errors import KVCacheFull, Overloaded
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import GenerateCall
+from rollout_service.runtime.recent import remember
 
 MAX_SESSIONS = 100_000
 """Maximum number of sessions that are remembered; the least recently used one is dropped, and begins anew."""
@@ -266,12 +267,9 @@ class SessionAdmission:
     def _holder(self, session: str | None) -> _Holder:
         if session is None:
             return _Holder(next(self._arrivals))
-        if session not in self._sessions:
-            self._sessions[session] = _Holder(next(self._arrivals))
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
-        self._sessions.move_to_end(session)
-        return self._sessions[session]
+        holder = self._sessions.get(session) or _Holder(next(self._arrivals))
+        remember(self._sessions, session, holder, MAX_SESSIONS)
+        return holder
 
     def _expected_tokens(self, call: GenerateCall, holder: _Holder) -> float:
         """Return the mean number of tokens of the call while it runs: its own prompt, and half of its completions."""

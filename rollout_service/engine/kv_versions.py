@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rollout_service.compat.vllm_scheduler import is_too_old, salted
 from rollout_service.protocol.rollout import Completion, Span
+from rollout_service.runtime.recent import remember
 
 MAX_SESSIONS = 100_000
 """Maximum number of sessions that are remembered; the least recently used one is dropped, and begins anew."""
@@ -70,7 +71,7 @@ class KVVersions:
             if is_too_old(request.begun, version, self.max_age):  # the scheduler decides by the salt, too
                 request.begun = version
                 if request.session is not None:
-                    self._remember(request.session, version)
+                    remember(self._sessions, request.session, version, MAX_SESSIONS)
             self._note_bound(request)
 
     def emptied(self) -> None:
@@ -96,14 +97,8 @@ class KVVersions:
         begun = self._sessions.get(session, self._version)
         if is_too_old(begun, self._version, self.max_age):
             begun = self._version
-        self._remember(session, begun)
+        remember(self._sessions, session, begun, MAX_SESSIONS)
         return begun
-
-    def _remember(self, session: str, begun: int) -> None:
-        self._sessions[session] = begun
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
 
 
 def _with_kv_from(span: Span, kv_from: dict[int, int]) -> Span:

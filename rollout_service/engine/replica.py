@@ -206,6 +206,7 @@ class EngineReplica:
             prompt_token_ids=call.prompt_token_ids,
             completions=self._weight_sync.labels.on(completions),
             replica_id=self._replica_id,
+            cached_tokens=turn.cached_tokens,
             returned=self._weight_sync.pausing.returns > returns,
         )
         describe(rollout)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import get_args
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import Asleep, CommitTimeout, LogCorrupt, NotReady, Overtaken, RolloutServiceError
+from rollout_service.errors import Asleep, CommitTimeout, LogCorrupt, NotReady, Overtaken
 from rollout_service.fleet.registry import FleetTable
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.protocol.adapters import AdapterVersion
@@ -16,7 +16,7 @@ from rollout_service.protocol.fleet import Fleet, LogPlace, PauseMode, Pin, Repl
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.weight_log import Control, DesiredState, Head, Origin
 from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, ShieldedTasks
-from rollout_service.store.durable_io import DISK_FULL, no_room
+from rollout_service.store.durable_io import DISK_FULL, no_room, not_written
 from rollout_service.store.log import WeightLog
 
 logger = logging.getLogger(__name__)
@@ -386,7 +386,7 @@ class FleetCoordinator:
             what = "what is asked of the fleet"
             if error.errno in DISK_FULL:
                 raise no_room(f"{what}, which is not changed,", self._log.root, 1 << 10) from error
-            raise RolloutServiceError(f"{what} cannot be noted in {self._log.root}, and is not changed: {error}")
+            raise not_written(f"{what} is not changed", error, "send the call again") from error
         try:
             if not control.paused:
                 self._log.clear_control()  # needs no disk space, and has the same meaning

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from rollout_service.errors import Overloaded
+from rollout_service.runtime.recent import remember
 
 MAX_SEQUENCES = 500_000
 """Maximum number of sequences that may wait in one gateway."""
@@ -98,10 +99,8 @@ class DispatchQueue:
         """Return the place of a call that arrives now: that of the first call of its session."""
         arrival = next(self._arrivals)
         if session is not None:
-            arrival = self._sessions.setdefault(session, arrival)
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
+            arrival = self._sessions.get(session, arrival)
+            remember(self._sessions, session, arrival, MAX_SESSIONS)
         return Ticket(priority, arrival)
 
     @asynccontextmanager

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -52,6 +53,8 @@ MIN_UPLOADS = 16
 """Number of uploads that are kept until they are committed, or more: two for each version that may be live. A further
 one removes the one to which nothing has come for the longest time."""
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_ALPHA = 2.0**64
+"""Maximum ``lora_alpha``: a tensor that is multiplied by infinity or NaN makes every logprob NaN."""
 _WEIGHT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
 _IDLE_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Values of ``init_lora_weights`` that leave the base model as it is. PiSSA, OLoRA, CorDA and LoftQ change it."""
@@ -136,20 +139,25 @@ class AdapterIngest:
     @exclusive
     async def begin(self, name: str, begin: BeginAdapter) -> AdapterUpload:
         """Start or resume an upload. Raises InvalidManifest, InvalidRequest, VersionConflict, InsufficientStorage,
-        RolloutServiceError."""
+        LogCorrupt, RolloutServiceError."""
+        self._fleet.require_followed()
         try:
             return await asyncio.to_thread(self._begin, name, begin)
         except OSError as error:
             raise not_written(f"adapter {name} cannot be uploaded", error, "push it again") from error
 
     async def part(self, name: str, digest: str, index: int, content: bytes) -> None:
-        """Store one part of an upload. Raises NotFound, InvalidRequest, InsufficientStorage."""
+        """Store one part of an upload. Raises NotFound, InvalidRequest, InsufficientStorage, RolloutServiceError."""
         if (upload := self._uploads.get((name, digest))) is None:
             raise _no_upload(name, digest)
+        what = f"part {index} of adapter {name}"
         try:
-            await asyncio.to_thread(upload.write, index, content)
+            with self._needing(what, len(content)):
+                await asyncio.to_thread(upload.write, index, content)
         except FileNotFoundError as error:  # its folder is gone
             raise _no_upload(name, digest) from error
+        except OSError as error:
+            raise not_written(f"{what} was not stored", error, "send it again") from error
 
     async def commit(self, name: str, request: CommitAdapter) -> AdapterStatus:
         """Commit an upload or a folder, and wait for the replicas as requested. Repeating the commit gets the same
@@ -166,11 +174,18 @@ class AdapterIngest:
 
     @exclusive
     async def remove(self, name: str) -> None:
-        """Remove all versions of an adapter. Running rollouts finish. Raises NotFound."""
+        """Remove all versions of an adapter. Running rollouts finish. Raises NotFound, InsufficientStorage, LogCorrupt,
+        RolloutServiceError."""
+        self._fleet.require_followed()
         if self.newest(name) is None:
             known = sorted({adapter.name for adapter in self.live})
             raise NotFound(f"there is no adapter {name!r}; there are {known}", {"adapters": known})
-        await asyncio.to_thread(self._set, tuple(adapter for adapter in self.live if adapter.name != name))
+        left = tuple(adapter for adapter in self.live if adapter.name != name)
+        try:
+            with self._needing(f"the list of adapters without {name}, which is not removed,", 1 << 10):
+                await asyncio.to_thread(self._set, left)
+        except OSError as error:
+            raise not_written(f"adapter {name} was not removed", error, "send the call again") from error
         await self._fleet.follow_adapters()
         await self._remove_unused()
 
@@ -315,8 +330,8 @@ class AdapterIngest:
             shutil.rmtree(staged, ignore_errors=True)
             return same
         newest = self.newest(name)
-        last = 0 if newest is None else newest.version
-        number = last + 1 if options.version == NEXT else int(options.version)
+        last = -1 if newest is None else newest.version
+        number = max(1, last + 1) if options.version == NEXT else int(options.version)
         if number > MAX_VERSION:
             raise VersionConflict(
                 f"adapter {name} has version {last}, the last that there can be: DELETE /v1/adapters/{name}, which "
@@ -494,12 +509,11 @@ def check_config(config: Mapping[str, object], max_rank: int) -> int:
             f"init_lora_weights={init} changes the base model, which the adapter alone does not tell: save it with "
             "PEFT's path_initial_model_for_weight_conversion"
         )
-    patterns = config.get("rank_pattern") or {}
-    ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
+    ranks, alphas = _with_pattern(config, "r", "rank_pattern"), _with_pattern(config, "lora_alpha", "alpha_pattern")
     if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank > 0 for rank in ranks):
         raise InvalidManifest(f"the adapter's ranks are {ranks}: give positive numbers in r and rank_pattern")
-    if not isinstance(config.get("lora_alpha"), int | float):
-        raise InvalidManifest(f"the adapter's lora_alpha is {config.get('lora_alpha')!r}: give a number")
+    if not all(type(alpha) in (int, float) and abs(alpha) <= _MAX_ALPHA for alpha in alphas):
+        raise InvalidManifest(f"the adapter's alphas are {alphas}: give numbers in lora_alpha and alpha_pattern")
     rank = max(rank for rank in ranks if isinstance(rank, int))
     if rank > max_rank:
         raise InvalidManifest(
@@ -508,6 +522,12 @@ def check_config(config: Mapping[str, object], max_rank: int) -> int:
             {"rank": rank, "max_rank": max_rank},
         )
     return rank
+
+
+def _with_pattern(config: Mapping[str, object], field: str, pattern: str) -> list[Any]:
+    """Return the value of a field in PEFT's configuration, and those for single modules."""
+    of_modules = config.get(pattern) or {}
+    return [config.get(field), *(of_modules.values() if isinstance(of_modules, dict) else ())]
 
 
 def check_tensors(path: Path, rank: int, model: ServedModel) -> None:

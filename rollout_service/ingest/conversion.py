@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future, wait
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -58,15 +58,6 @@ class Bucket(NamedTuple):
     """True if its threads take turns, except while they wait for a GPU."""
 
 
-class Convert(Protocol):
-    """The interface of ``Converter.convert``."""
-
-    def __call__(
-        self, tensors: Iterable[Named], *, to_cpu: bool, checks: DeferredChecks | None = None
-    ) -> Iterator[Named]:
-        """See ``Converter.convert``."""
-
-
 class TiedHead(NamedTuple):
     """Names of two tensors with the same weights."""
 
@@ -81,7 +72,7 @@ class Conversion:
         self,
         version: int,
         writer: VersionWriter,
-        convert: Convert,
+        convert: Callable[..., Iterator[Named]],
         executor: Executor,
         gpu_executor: Executor | None = None,
     ) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from email.errors import MissingHeaderBodySeparatorDefect
 from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -134,6 +135,10 @@ class _Connection(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         self.server.note_busy(self.connection)
         length = self.headers.get("Content-Length", "0")
+        # the lines after a malformed one, such as "Content-Length : 5", would be read as the next request
+        if any(isinstance(defect, MissingHeaderBodySeparatorDefect) for defect in self.headers.defects):
+            self.send_error(400, "a header line is malformed")
+            return
         if "Transfer-Encoding" in self.headers:
             self.send_error(411, "chunked bodies are not taken; send Content-Length")
             return
@@ -166,6 +171,8 @@ class _Connection(BaseHTTPRequestHandler):
         self._discard(Body(self, MAX_DISCARDED_BYTES))
 
     def _send(self, reply: Reply, *, close: bool) -> None:
+        if not self.server.is_stopping:  # which would close the connection
+            self.server.note_waiting(self.connection)
         self.connection.settimeout(READ_S)
         self.send_response_only(reply.status)
         for name, value in reply.headers:
@@ -217,8 +224,8 @@ class HTTPListener(socketserver.TCPServer):
         self._tls, self._max = tls, max_connections
         self._open: dict[threading.Thread, socket.socket] = {}
         self._waiting: dict[socket.socket, None] = {}
-        """Connections that wait for their clients, the longest first: for a handshake, a whole head, or the rest of a
-        refused body."""
+        """Connections that wait for their clients, the longest first: for a handshake, a whole head, the receipt of a
+        reply, or the rest of a refused body."""
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._acceptor = threading.Thread(target=self.serve_forever, name="upload-accept", daemon=True)

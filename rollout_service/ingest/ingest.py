@@ -604,3 +604,5 @@ class Ingest:
             await asyncio.to_thread(self._uploads.resources.prepare_memory, self._stopped.is_set)
         except OSError as error:
             logger.warning("the first pushes take longer, since no memory is prepared for them: %s", error)
+        except Exception:  # such as the GPU's compiler raises: pushes do without
+            logger.exception("the first pushes take longer, since no memory is prepared for them")

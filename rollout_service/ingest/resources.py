@@ -11,7 +11,7 @@ from rollout_service.ingest.conversion import GPU
 from rollout_service.ingest.sources.shared_memory import GPU_THREADS
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
-from rollout_service.runtime.threads import io_threads
+from rollout_service.runtime.threads import compute_threads
 from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.mapped_files import Registered
@@ -33,7 +33,7 @@ class Resources:
         self.model, self.converter = model, converter
         self.registered: Registered | None = pin_if_possible if converter.uses_gpu else None
         """Registers memory with the GPU that quantizes; None: the CPU quantizes."""
-        self.executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
+        self.executor = ThreadPoolExecutor(compute_threads(), thread_name_prefix="quantize")
         """Its threads convert tensors."""
         self.gpu_executor = ThreadPoolExecutor(GPU_THREADS, thread_name_prefix="quantize-gpu")
         """Its few threads convert tensors that a GPU reads from parts, or from a trainer's memory."""

@@ -14,8 +14,7 @@ import xxhash
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.convert import Named
 from rollout_service.protocol.upload import DTYPE_BYTES, Slot, UploadTensor, placed
-from rollout_service.store.durable_io import PASSING, read_thrice
-from rollout_service.store.layout import groups_of
+from rollout_service.runtime.groups import groups_of
 from rollout_service.store.staged_file import StagedFile
 from rollout_service.store.upload_record import JOURNAL, ReceivedPart, note_received, read_received
 
@@ -111,7 +110,7 @@ class StagedParts:
 
     def recover(self) -> Iterator[int]:
         """Note and yield each undamaged part that an earlier process received. Raises OSError."""
-        for received in read_thrice(lambda: read_received(self.file.path.parent), PASSING):
+        for received in read_received(self.file.path.parent):
             part, nbytes, digest = received
             is_valid = part < len(self._slots) and nbytes <= self._slots[part].nbytes
             if is_valid and self._digest(part, nbytes) == digest:
@@ -176,7 +175,7 @@ class StreamBucket:
 def stream_buckets(tensors: tuple[UploadTensor, ...], part_bytes: int) -> list[StreamBucket]:
     """Return the buckets of a stream: up to ``PARTS_OF_A_BUCKET`` parts each, or a single larger tensor."""
     buckets, offset = [], 0
-    for several in groups_of(tensors, PARTS_OF_A_BUCKET * part_bytes):
+    for several in groups_of(tensors, lambda tensor: tensor.nbytes, PARTS_OF_A_BUCKET * part_bytes):
         buckets.append(StreamBucket(tuple(several), offset, part_bytes))
         offset += buckets[-1].nbytes
     return buckets

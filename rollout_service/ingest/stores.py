@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import fsspec
 import xxhash
@@ -53,7 +54,7 @@ class Stores:
         """Return the local folder of a store. Raises Forbidden."""
         url = url.rstrip("/")
         below = any(f"{url}/".startswith(f"{root.rstrip('/')}/") for root in self._allowed)
-        if not below or ".." in url.split("/"):
+        if not below or ".." in unquote(url).split("/"):  # web clients read %2e%2e as ..
             allowed = ", ".join(self._allowed) or "none is configured"
             raise Forbidden(f"{url} is not below weights.source_urls ({allowed}): add it there")
         folder = self._root / xxhash.xxh3_128_hexdigest(url.encode())

@@ -76,6 +76,7 @@ class _ProofRoute(_VersionRoute):
 _PART_PATH = re.compile(r"/v1/weights/([^/]+)/parts/([^/]+)")
 _SHARED_PATH = re.compile(r"/v1/weights/([^/]+)/shared")
 _PROOF_PATH = re.compile(r"/v1/weights/([^/]+)/listener")
+_DIGEST = re.compile("[0-9a-f]{32}")
 
 
 def _json_of(body: Body) -> bytes:
@@ -237,10 +238,10 @@ class UploadServer:
     def _put_part(self, version: int, part: int, request: Request) -> PartReceipt:
         self._authorize(version, request)
         headers, body = request.headers, request.body
-        expected = headers.get(PART_DIGEST_HEADER)
-        if expected is None:
-            raise InvalidRequest(f"send the part's xxh3-128 in hex in the header {PART_DIGEST_HEADER}")
-        receipt = PartReceipt(version=version, part=part, nbytes=body.nbytes, digest=expected.lower())
+        expected = headers.get(PART_DIGEST_HEADER, "").lower()
+        if _DIGEST.fullmatch(expected) is None:
+            raise InvalidRequest(f"send the part's xxh3-128, 32 hexadecimal digits, in the header {PART_DIGEST_HEADER}")
+        receipt = PartReceipt(version=version, part=part, nbytes=body.nbytes, digest=expected)
         uploader = headers.get(UPLOADER_HEADER, "")
         staged, incoming = self._in_loop(self._begin(receipt, uploader, body))
         if staged is None or incoming is None:

@@ -25,7 +25,6 @@ from pathlib import Path
 from rollout_service.errors import (
     InvalidDelta,
     LogCorrupt,
-    LogUnreadable,
     NotFound,
     RolloutServiceError,
     UploadIncomplete,
@@ -41,11 +40,11 @@ from rollout_service.model.convert import BATCH_BYTES, Named
 from rollout_service.protocol.base import NEXT, Failure
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
-from rollout_service.runtime.threads import io_threads
-from rollout_service.store.durable_io import DISK_FULL, PASSING, no_room, not_written, read_thrice, remove_tree
+from rollout_service.runtime.threads import compute_threads
+from rollout_service.store.durable_io import DISK_FULL, no_room, not_written, remove_tree
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.staged_file import StagedFile
-from rollout_service.store.upload_record import JOURNAL, STAGED_FILE, UploadRecord, read_record, write_record
+from rollout_service.store.upload_record import STAGED_FILE, UploadRecord, read_record, write_record
 from rollout_service.store.writer import VersionWriter
 
 logger = logging.getLogger(__name__)
@@ -85,9 +84,8 @@ class UploadSession:
             delta: produces the tensors from the parts, and is closed when the session ends; None: the parts hold the
                 tensors.
 
-        Raises InsufficientStorage if the disk is full, LogUnreadable for an earlier process's record, OSError for its
-        part that can neither be read nor removed, or InvalidDelta for a part of another delta. All files are closed
-        then.
+        Raises InsufficientStorage if the disk is full, RolloutServiceError if its files cannot be laid out, OSError for
+        an earlier process's journal, or InvalidDelta for a part of another delta. All files are closed then.
         """
         self.folder, self._resources, self._delta = folder, resources, delta
         stamp = "" if source is None else source.stamp
@@ -124,7 +122,7 @@ class UploadSession:
         if source is None:
             self._recover_parts()
         else:
-            for names in reading_order(source, io_threads()):
+            for names in reading_order(source, compute_threads()):
                 self._conversion.begin(Bucket(names, partial(source.read, names)))
 
     @property
@@ -133,13 +131,10 @@ class UploadSession:
         return self.record.begin
 
     def _left_behind(self, record: UploadRecord) -> UploadRecord | None:
-        """Return the record of the same upload, if an earlier ingest left one; remove all other files.
-
-        Raises LogUnreadable, and then removes nothing.
-        """
+        """Return the record of the same upload, if an earlier ingest left one; remove all other files."""
         folder, parts = self.folder, parts_folder(self.folder)
         try:
-            known = read_left_record(parts)
+            known = read_record(parts)
         except (LogCorrupt, OSError) as error:
             logger.warning("what was staged of version %d is dropped: %s", record.begin.version, error)
             known = None
@@ -152,10 +147,9 @@ class UploadSession:
         return known
 
     def _laid_out(self, *, may_have_parts: bool) -> tuple[VersionWriter, StagedFile]:
-        """Return the files of the version, and that of its parts. Raises OSError for an error of ``PASSING``.
+        """Return the files of the version, and that of its parts.
 
-        ``may_have_parts``: True if an earlier process left a record of this upload. Its parts stay after an error of
-        ``PASSING``, and if the disk is full.
+        ``may_have_parts``: True if an earlier process left a record of this upload. Its parts stay after an error.
         """
         folder, parts, space = self.folder, parts_folder(self.folder), self._resources.space
         stored_bytes = self._resources.layout.nbytes
@@ -173,21 +167,17 @@ class UploadSession:
                 raise OSError(errno.ENOSPC, "no room for the parts")
             write_record(parts, self.record)
         except OSError as error:
-            is_passing = error.errno in PASSING
-            has_parts = may_have_parts and (is_passing or (file is not None and (parts / JOURNAL).exists()))
             if writer is not None:
                 writer.close()
             if file is not None:
                 file.close()
             shutil.rmtree(folder, ignore_errors=True)
             self._resources.unmap_removed()
-            if not has_parts:
+            if not may_have_parts:
                 shutil.rmtree(parts, ignore_errors=True)
             what = f"version {self.begin.version} ({stored_bytes} bytes as stored, {part_bytes} of parts to come)"
             if error.errno in DISK_FULL:
                 raise no_room(what, folder.parent, stored_bytes + part_bytes) from error
-            if is_passing:
-                raise
             raise not_written(f"{what} cannot be laid out in {folder}", error, "push it again") from error
         return writer, file
 
@@ -507,19 +497,3 @@ def reading_order(source: WeightSource, threads: int) -> list[list[str]]:
 def parts_folder(folder: Path) -> Path:
     """Return the folder of the parts of the version that is staged in ``folder``."""
     return folder.with_name(f"{folder.name}.parts")
-
-
-def read_left_record(parts: Path) -> UploadRecord | None:
-    """Return the record beside the parts that an earlier ingest received; None: there is none.
-
-    Raises LogCorrupt for a damaged one, and OSError for what is no record. Raises LogUnreadable for an error of
-    ``PASSING`` at the third attempt: the parts may be sound.
-    """
-    try:
-        return read_thrice(lambda: read_record(parts), PASSING)
-    except OSError as error:
-        if error.errno not in PASSING:
-            raise
-        raise LogUnreadable(
-            f"the record of an upload cannot be read: {error}; send the call again, or remove {parts}"
-        ) from error

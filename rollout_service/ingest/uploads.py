@@ -9,14 +9,12 @@ from pathlib import Path
 
 from rollout_service.config import WeightsConfig
 from rollout_service.errors import (
-    DeltaBaseGone,
     InsufficientStorage,
     InvalidRequest,
     LogCorrupt,
     LogUnreadable,
     NotFound,
     RolloutServiceError,
-    TableUnknown,
     VersionConflict,
 )
 from rollout_service.ingest.own_log import VersionNumbers, require_same_upload
@@ -27,23 +25,21 @@ from rollout_service.ingest.sources.folder import allowed_path
 from rollout_service.ingest.sources.shared_memory import TrainerMemory, shared_buckets
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.trainer_weights import TrainerWeights
-from rollout_service.ingest.upload_session import UploadSession, parts_folder, read_left_record
+from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import NEXT
 from rollout_service.protocol.upload import (
     Announcement,
-    AnyAnnouncement,
     BeginUpload,
     BroadcastSource,
     PathSource,
     SharedMemorySource,
     SharedTensors,
     UploadPlan,
-    UploadTensor,
 )
-from rollout_service.store.durable_io import PASSING, not_written, remove_tree
+from rollout_service.store.durable_io import not_written, remove_tree
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Recipe
@@ -54,9 +50,6 @@ _GRACE = 0.25
 """Share of ``weights.staged_ttl_s`` after the ingest's start in which nothing expires."""
 _MOST_DROPPED = 100
 """Number of versions whose reason for being dropped is remembered."""
-MOST_TABLES = 4
-"""Maximum number of kept tables; the least recently used one is dropped. A model has few: one as the trainer holds it,
-and one of a trainer that sends quantized tensors."""
 
 
 class Uploads:
@@ -86,7 +79,6 @@ class Uploads:
         self.trainer_weights = TrainerWeights(
             kept, model.path, config.source_roots, config.source_urls, model.ignored, registered
         )
-        self.tables = AnnouncedTables()
         self._staged: dict[int, UploadSession] = {}
         self._committed: dict[int, UploadRecord] = {}
         self._dropped: dict[int, str] = {}
@@ -151,9 +143,9 @@ class Uploads:
 
         ``next`` is given a number: see ``protocol/upload.py``.
 
-        Raises VersionConflict, TableUnknown, InvalidRequest, InvalidManifest, NotFound, and others.
+        Raises VersionConflict, InvalidRequest, InvalidManifest, NotFound, and others.
         """
-        begin = self._numbered(self.tables.in_full(announced))
+        begin = self._numbered(announced)
         if isinstance(begin.source, PathSource):
             # only once: at the commit, a link in it may lead elsewhere
             folder = await asyncio.to_thread(allowed_path, begin.source.path, self._config.source_roots)
@@ -167,12 +159,10 @@ class Uploads:
         if known is not None:
             stamp = await asyncio.to_thread(self._stamp_of, begin) if known.begin.describes_what(begin) else None
             require_same_upload(known, begin, stamp, self._log.head())
-            plan = self._plan_of(known)
-        else:
-            self.numbers.require_newer(begin.version)
-            staged = await self._take_over(begin) or await self._stage_announced(begin)
-            plan = self._plan_of(staged.record, staged)
-        return plan.model_copy(update={"table": self.tables.name_of(begin.announced_tensors)})
+            return self._plan_of(known)
+        self.numbers.require_newer(begin.version)
+        staged = await self._take_over(begin) or await self._stage_announced(begin)
+        return self._plan_of(staged.record, staged)
 
     async def _take_over(self, begin: BeginUpload) -> UploadSession | None:
         """Return the unfinished upload of the same content, which now is that of this announcement; None: there is
@@ -293,8 +283,7 @@ class Uploads:
     async def stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         """Lay out a version that expects parts, or convert the tensors of ``source``. Replaces another upload.
 
-        Raises InvalidManifest or DeltaBaseGone, and then replaces nothing; InsufficientStorage, RolloutServiceError, or
-        LogUnreadable for an error of ``PASSING``: the parts that an earlier process received stay then.
+        Raises InvalidManifest or DeltaBaseGone, and then replaces nothing; InsufficientStorage or RolloutServiceError.
         """
         delta = await asyncio.to_thread(self._checked, begin, source)
         try:
@@ -308,8 +297,6 @@ class Uploads:
             if not isinstance(error, OSError):
                 raise
             what = f"version {begin.version} cannot be staged in {uploads_folder(self._log.root)}"
-            if error.errno in PASSING:
-                raise LogUnreadable(f"{what}: {error}; send the call again") from error
             raise not_written(what, error, "push it again") from error
         self._staged[begin.version] = staged
         self._dropped.pop(begin.version, None)
@@ -317,14 +304,13 @@ class Uploads:
 
     def _checked(self, begin: BeginUpload, source: WeightSource | None) -> DeltaOfVersion | None:
         """Compare the announced tensors with the model, and those of a delta with its base, which is opened."""
-        table = begin.announced_tensors if source is None else source.table
         if source is not None:
-            self._model.check_table(table, self._plan)
-        elif not isinstance(begin.source, BroadcastSource) and self.tables.name_of(table) is None:
+            self._model.check_table(source.table, self._plan)
+        elif not isinstance(begin.source, BroadcastSource):
+            table = begin.announced_tensors
             self._model.check_table(table, self._plan)
             if left_out := self._model.ignored.summary(tensor.name for tensor in table):
                 logger.info("version %d: %s", begin.version, left_out)
-            self.tables.keep(table)
         if begin.delta is None:
             return None
         memory = self.resources.memory
@@ -365,7 +351,7 @@ class Uploads:
         # layouts are rebuilt from the parts; all other files are left over
         kept = {path.name for v in self._staged for path in (self._log.staging(v), parts_folder(self._log.staging(v)))}
         for path in folders:
-            # a folder of parts of which the disk says nothing just now is none of these
+            # parts for whose version the disk has no room stay
             is_left_over = not path.name.endswith(".parts") or os.path.islink(path) or os.path.isfile(path)
             if path.name not in kept and is_left_over:
                 await asyncio.to_thread(remove_tree, path)
@@ -444,7 +430,7 @@ class Uploads:
     async def _recover(self, parts: Path) -> None:
         number = parts.name.removesuffix(".parts")
         try:
-            record = await asyncio.to_thread(read_left_record, parts)
+            record = await asyncio.to_thread(read_record, parts)
             if record is None:
                 raise LogCorrupt(f"{parts} holds no record")
             version = record.begin.version
@@ -453,9 +439,7 @@ class Uploads:
                 raise InvalidRequest("what a trainer has shared cannot be read again: push it anew")
             staged = await self._stage_announced(record.begin)
         except (RolloutServiceError, OSError) as error:  # an unreadable upload must not keep the ingest from starting
-            why = error.__cause__ if isinstance(error, DeltaBaseGone) else None
-            is_passing = isinstance(why, OSError) and why.errno in PASSING  # the parts have not gone with the base
-            if is_passing or isinstance(error, InsufficientStorage | LogUnreadable):
+            if isinstance(error, InsufficientStorage | LogUnreadable):
                 logger.error("%s stays on disk until its upload is begun again: %s", parts, error)
                 return
             if number.isdecimal():
@@ -487,41 +471,3 @@ class Uploads:
             digests=dict(enumerate(record.part_digests)) if staged is None else dict(staged.parts.digests),
             upload_digest=record.upload_digest if isinstance(record.begin.source, PathSource) else None,
         )
-
-
-class AnnouncedTables:
-    """Tables of tensors that trainers have announced, all of which fit the model. Not kept over a restart.
-
-    A trainer pushes the same tensors at every step. Parsing the 19 000-tensor table of a 30B-A3B and comparing it with
-    the model takes a third of a second; looking up a name takes no time.
-    """
-
-    def __init__(self) -> None:
-        self._by_name: dict[str, tuple[UploadTensor, ...]] = {}
-        """Ordered from the least to the most recently used."""
-
-    def in_full(self, announced: AnyAnnouncement) -> AnyAnnouncement:
-        """Return the announcement with its tensors, if it refers to a table by name. Raises TableUnknown."""
-        if announced.table is None:
-            return announced
-        table = self._by_name.pop(announced.table, None)
-        if table is None:
-            raise TableUnknown(
-                f"table {announced.table} is not one of the {len(self._by_name)} that are kept here: announce version "
-                f"{announced.version} with its tensors",
-                {"table": announced.table},
-            )
-        self._by_name[announced.table] = table
-        return announced.with_table(table)
-
-    def keep(self, table: tuple[UploadTensor, ...]) -> None:
-        """Keep a table that fits the model; drop the least recently used one if there are too many."""
-        if self.name_of(table) is None:
-            for name in list(self._by_name)[: 1 - MOST_TABLES]:
-                del self._by_name[name]
-            self._by_name[uuid.uuid4().hex] = table
-
-    def name_of(self, table: tuple[UploadTensor, ...]) -> str | None:
-        """Return the name of a table; None if it is empty or not kept."""
-        # for a table that was announced by name this is the same object, so comparing takes no time
-        return next((name for name, known in self._by_name.items() if known == table), None) if table else None

@@ -1,11 +1,11 @@
 """The ingest's snapshot of the whole service for metrics."""
 
 import asyncio
-import logging
 import os
 import shutil
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rollout_service.config import ScalingConfig
@@ -14,7 +14,6 @@ from rollout_service.protocol.weights import ServiceState, WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
 
-logger = logging.getLogger(__name__)
 _MAX_COMMIT_TIMES = 1024
 """Number of commit times that are kept; those of older versions are dropped."""
 _ENDED = ("draining", "failed")
@@ -30,8 +29,6 @@ class FleetHistory:
         self._states: dict[str, ReplicaState] = {}
         self._starts = self._failures = 0
         self._free_bytes = 0
-        self._unreadable: dict[str, OSError] = {}
-        """Errors of the last snapshot, by path."""
 
     def add_known(self, replicas: frozenset[str]) -> None:
         """Add replicas known before this process started; not counted as new."""
@@ -75,45 +72,27 @@ class FleetHistory:
     def _measure_log(self, versions: list[int]) -> tuple[dict[int, float], int]:
         """Return the commit times of those versions that have none yet, and the size of the log in bytes.
 
-        What cannot be read is left out, and named once in the service's log.
+        What cannot be read is left out.
         """
-        unreadable: dict[str, OSError] = {}
         # the manifest is the last file that a commit writes before the version exists
         manifests = {v: self._log.folder(v) / MANIFEST_FILE for v in versions if v not in self._committed_at}
-        found = {v: _stat(path, unreadable) for v, path in manifests.items()}
-        log_bytes = folder_bytes(self._log.root, unreadable)
-        try:
+        found = {v: _stat(path) for v, path in manifests.items()}
+        with suppress(OSError):  # the last known size stays
             self._free_bytes = shutil.disk_usage(self._log.root).free
-        except OSError as error:  # the last known size stays
-            unreadable[str(self._log.root)] = error
-        for path in unreadable.keys() - self._unreadable.keys():
-            logger.warning("metrics do not include %s: it cannot be read: %s", path, unreadable[path])
-        self._unreadable = unreadable
-        return {v: file.st_mtime for v, file in found.items() if file is not None}, log_bytes
+        return {v: file.st_mtime for v, file in found.items() if file is not None}, folder_bytes(self._log.root)
 
 
-def folder_bytes(folder: Path, unreadable: dict[str, OSError]) -> int:
-    """Return the size of all files, each counted once: a version and its rollback share files.
-
-    Add the paths that cannot be read to ``unreadable``.
-    """
-
-    def note(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):
-            unreadable[str(error.filename or folder)] = error
-
-    names = (Path(parent, name) for parent, _, files in os.walk(folder, onerror=note) for name in files)
-    found = (file for path in names if (file := _stat(path, unreadable)) is not None)
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files, each counted once: a version and its rollback share files."""
+    names = (Path(parent, name) for parent, _, files in os.walk(folder) for name in files)
+    found = (file for path in names if (file := _stat(path)) is not None)
     return sum({(file.st_dev, file.st_ino): file.st_size for file in found}.values())
 
 
-def _stat(path: Path, unreadable: dict[str, OSError]) -> os.stat_result | None:
-    """Return None if the path does not exist, is not a file, or cannot be read, and is then in ``unreadable``."""
+def _stat(path: Path) -> os.stat_result | None:
+    """Return None if the path is no file, or cannot be read."""
     try:
         found = path.stat()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        unreadable[str(path)] = error
+    except OSError:
         return None
     return found if stat.S_ISREG(found.st_mode) else None

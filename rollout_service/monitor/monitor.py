@@ -15,6 +15,7 @@ from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key, VersionTable
 from rollout_service.protocol.adapters import read_adapter_name
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
+from rollout_service.runtime.recent import remember
 
 logger = logging.getLogger(__name__)
 KEEP_VERSIONS = 64
@@ -105,9 +106,7 @@ class Monitor:
             truncated_tokens=sum(scored.truncated.values()),
         )
         if report_id is not None:
-            self._receipts[report_id] = receipt
-            if len(self._receipts) > REPORT_IDS:
-                self._receipts.popitem(last=False)
+            remember(self._receipts, report_id, receipt, REPORT_IDS)
         return receipt
 
     def _begin_anew_after_lost_log(self, versions: set[int]) -> None:

@@ -34,11 +34,6 @@ delta's parts and the tensors of each; its Content-Length gives the size of such
 table with parts. It then reports the tensors in that memory batch by batch. The ingest answers NotShared if it cannot
 open the memory.
 
-**Tables.** A trainer has the same tensors at every step, and a table of 19 000 takes each end half a second to write or
-read. The ingest therefore keeps the last few tables under a name, ``UploadPlan.table``, and the next version is
-announced by that name: ``Announcement.table``. If it does not have the table, as after a restart, it answers
-TableUnknown, and the trainer sends the table.
-
 **Retries.** All requests may be repeated. ``UploadPlan.digests`` lists the parts that the ingest has, also for a
 committed version. A client can therefore send only parts that are missing or have other bytes. Until the commit, the
 last announcement of a version wins: it continues an upload of the same tensors, and replaces any other. Parts of
@@ -59,12 +54,20 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import xxhash
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
-from rollout_service.protocol.base import NEXT, Frozen, KnownVersion, NewVersion, VersionLabel, WeightVersion
+from rollout_service.protocol.base import (
+    NEXT,
+    Frozen,
+    KnownVersion,
+    NewVersion,
+    VersionLabel,
+    WeightVersion,
+    refuse_bool,
+)
 from rollout_service.protocol.delta_parts import most_bytes, tensors_of_parts
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import PauseMode
@@ -80,6 +83,8 @@ UPLOAD_KEY_HEADER = "X-Upload-Key"
 
 LARGEST_PART_BYTES = 256 << 20
 """Maximum size of a part in bytes, for all services and for deltas."""
+MAX_PATH_CHARACTERS = 4096
+"""Maximum length of a path or URL in characters."""
 URL = "^[a-z][a-z0-9+.-]*://"
 """Pattern of the beginning of a store's URL."""
 
@@ -118,7 +123,7 @@ class TrainerRecipe(Frozen):
 class UploadTensor(Frozen):
     """One tensor of the stream, under Hugging Face's name."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=1024)
     dtype: SourceDtype
     shape: AnnouncedShape
 
@@ -133,11 +138,18 @@ def _nbytes(shape: tuple[int, ...], dtype: SourceDtype) -> int:
     return math.prod(shape) * DTYPE_BYTES[dtype]
 
 
+def _require_short(path: Path) -> Path:
+    # following a path of a million names would take the ingest minutes
+    if len(str(path)) > MAX_PATH_CHARACTERS:
+        raise ValueError(f"Path should have at most {MAX_PATH_CHARACTERS} characters")
+    return path
+
+
 class PathSource(Frozen):
     """A Hugging Face folder of safetensors that the ingest can read itself."""
 
     transport: ClassVar[str] = "path"
-    path: Path
+    path: Annotated[Path, AfterValidator(_require_short)]
 
 
 class BroadcastSource(Frozen):
@@ -162,8 +174,8 @@ class SharedMemorySource(Frozen):
     """File descriptor of the memory in the trainer's process."""
     memory: str = Field(pattern="^[0-9a-f]{32}$")
     """Name of the memory."""
-    tensors: tuple[UploadTensor, ...] = ()
-    """All tensors to come; empty if ``Announcement.table`` names them."""
+    tensors: tuple[UploadTensor, ...] = Field(min_length=1)
+    """All tensors to come."""
 
 
 class CudaIpcSource(SharedMemorySource):
@@ -194,13 +206,15 @@ class SharedTensors(Frozen):
     little-endian and contiguous, at the offsets that ``placed`` yields.
     """
 
-    transfer: str
+    transfer: str = Field(max_length=64)
     batch: int = Field(ge=0)
     """Number of the batch in its transfer: a repeated batch gets the same answer."""
     first: int = Field(ge=0)
     count: int = Field(ge=1)
     offset: int = Field(ge=0)
     """Offset in bytes of the first tensor, a multiple of ``SHARED_ALIGNMENT``."""
+
+    _no_booleans = field_validator("batch", "first", "count", "offset", mode="before")(refuse_bool)
 
 
 def placed(tensors: Iterable[UploadTensor], offset: int) -> Iterator[tuple[UploadTensor, int]]:
@@ -244,8 +258,6 @@ class Announcement(Frozen):
     version: NewVersion
     """``next``: the ingest assigns a number."""
     tensors: tuple[UploadTensor, ...] = ()
-    table: str | None = Field(default=None, max_length=64)
-    """``UploadPlan.table`` of an earlier announcement, in place of the tensors here or in ``source``."""
     source: PathSource | BroadcastSource | CudaIpcSource | SharedMemorySource | None = None
     kv_scales: dict[str, float] | None = None
     """Scales of the FP8 KV cache for these weights, as ``KVScales.named()`` returns them: q, k and v of every attention
@@ -263,17 +275,8 @@ class Announcement(Frozen):
 
     @model_validator(mode="after")
     def _tensors_or_source(self) -> Self:
-        has_table = bool(self.tensors) or (self.table is not None and self.source is None)
-        if has_table == (self.source is not None):
+        if bool(self.tensors) == (self.source is not None):
             raise ValueError("give either tensors (then upload their parts) or source, not both and not neither")
-        shared = self.source if isinstance(self.source, SharedMemorySource) else None
-        in_full = self.tensors if shared is None else shared.tensors
-        if self.table is not None and self.source is not None and shared is None:
-            raise ValueError("table names tensors that come in parts or through shared memory: not those of a source")
-        if self.table is not None and in_full:
-            raise ValueError("give the tensors or the name of their table, not both")
-        if shared is not None and self.table is None and not in_full:
-            raise ValueError("source.tensors is empty: say which tensors will come, or name their table")
         if self.version == NEXT and not self.uploader and self.label is None:
             raise ValueError("version next needs an uploader or a label, by which the same push is known again")
         return self
@@ -290,21 +293,6 @@ class Announcement(Frozen):
     def announced_tensors(self) -> tuple[UploadTensor, ...]:
         """Return all tensors to come, in parts, as a delta, or through shared memory. Empty for other sources."""
         return self.source.tensors if isinstance(self.source, SharedMemorySource) else self.tensors
-
-    def with_table(self, tensors: tuple[UploadTensor, ...]) -> Self:
-        """Return a copy with the tensors that ``table`` names."""
-        return self._with({"table": None}, tensors)
-
-    def by_table(self, table: str) -> Self:
-        """Return a copy with the name of its table in place of the tensors."""
-        return self._with({"table": table}, ())
-
-    def _with(self, changes: dict[str, object], tensors: tuple[UploadTensor, ...]) -> Self:
-        if isinstance(self.source, SharedMemorySource):
-            changes["source"] = self.source.model_copy(update={"tensors": tensors})
-        else:
-            changes["tensors"] = tensors
-        return self.model_validate({name: getattr(self, name) for name in type(self).model_fields} | changes)
 
     @functools.cached_property
     def delta_parts(self) -> tuple[range, ...]:
@@ -376,8 +364,6 @@ class UploadPlan(Frozen):
     """xxh3-128 in hex of each part that the ingest has."""
     upload_digest: str | None = None
     """Digest of the announced path's contents, for the commit; None: the upload has another source."""
-    table: str | None = None
-    """Name of the announced tensors, for the next announcement of the same ones; None: the ingest has not kept them."""
     upload_url: str | None = None
     """Address that takes parts and batches of shared memory directly, with fewer hops than the service's own. None: no
     such address is known to be reachable for the caller."""
@@ -421,6 +407,8 @@ class HowToLoad(Frozen):
     timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Maximum time in seconds for ``wait``, then 504."""
 
+    _no_booleans = field_validator("timeout_s", mode="before")(refuse_bool)
+
 
 class RollBack(HowToLoad):
     """Body of ``POST /v1/weights/rollback``."""
@@ -432,13 +420,13 @@ class RollBack(HowToLoad):
 class PullWeights(HowToLoad):
     """Body of ``POST /pull_weights``: slime's and miles's, with options."""
 
-    source_dir: str | None = Field(default=None, pattern="^/", max_length=4096)
+    source_dir: str | None = Field(default=None, pattern="^/", max_length=MAX_PATH_CHARACTERS)
     """Folder in which the trainer publishes versions as ``weight_v000007``, below ``weights.source_roots``."""
-    uri: str | None = Field(default=None, pattern=URL, max_length=4096)
+    uri: str | None = Field(default=None, pattern=URL, max_length=MAX_PATH_CHARACTERS)
     """URL of such a folder, below ``weights.source_urls``, in place of ``source_dir``."""
     target_version: WeightVersion
     """The trainer's number. 0 without such a folder is the model that the service was started with."""
-    local_checkpoint_dir: str | None = Field(default=None, min_length=1, max_length=4096)
+    local_checkpoint_dir: str | None = Field(default=None, min_length=1, max_length=MAX_PATH_CHARACTERS)
     """None: serve the version. Otherwise, convert and verify it; ``/update_weights_from_disk`` with this path as
     ``model_path`` serves it. Nothing is written there."""
     wait: WaitFor = "all"

@@ -7,7 +7,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+
+from rollout_service.runtime.recent import remember
 
 MAX_SESSIONS = 100_000
 """Maximum number of sessions that a gateway remembers; the least recently used one is dropped."""
@@ -21,7 +22,6 @@ OnPlaced = Callable[[int, str], None]
 """Called with a call's number and a replica's id."""
 CallId = tuple[str, int]
 """The origin and the number of a call."""
-_Key = TypeVar("_Key")
 
 
 @dataclass
@@ -73,9 +73,9 @@ class Ledger:
             self._choices += 1
             self._turns[replica_id] = self._choices
             if session is not None:
-                _remember(self._sessions, session, replica_id, MAX_SESSIONS)
+                remember(self._sessions, session, replica_id, MAX_SESSIONS)
             for prefix in prefixes:
-                _remember(self._prefixes, prefix, replica_id, MAX_PREFIXES)
+                remember(self._prefixes, prefix, replica_id, MAX_PREFIXES)
 
     def arrive(self, call_id: CallId, replica_id: str) -> None:
         """Note which replica got the call."""
@@ -135,13 +135,6 @@ class Ledger:
         """Return the replica of the last prompt with the longest shared prefix; it may have left."""
         with self._lock:
             return next((self._prefixes[prefix] for prefix in prefixes if prefix in self._prefixes), None)
-
-
-def _remember(held: OrderedDict[_Key, str], key: _Key, replica_id: str, max_items: int) -> None:
-    held[key] = replica_id
-    held.move_to_end(key)
-    if len(held) > max_items:
-        held.popitem(last=False)
 
 
 class Placements:

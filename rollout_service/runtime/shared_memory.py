@@ -49,13 +49,15 @@ class SharedMemory:
 
     @classmethod
     def open(cls, process: int, descriptor: int, name: str) -> Self:
-        """Open another process's memory. Raises OSError if it does not exist, belongs to another user, or can
+        """Open another process's memory. Raises OSError if it does not exist, belongs to another user, is empty, or can
         shrink."""
         link = f"/proc/{process}/fd/{descriptor}"
-        if (found := os.readlink(link)) != f"/memfd:{_NAME}{name} (deleted)":
-            raise FileNotFoundError(f"{link} is {found}, and not the memory {name}")
+        _require(link, name)
         fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
         try:
+            _require(f"/proc/self/fd/{fd}", name)  # the process may have opened another file as this number meanwhile
+            if not os.fstat(fd).st_size:
+                raise OSError(f"the memory {name} is empty")
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError(f"the memory {name} can shrink")
             return cls(fd, name)
@@ -77,3 +79,9 @@ class SharedMemory:
         """Close the file; memory that views refer to stays mapped. May be called again."""
         self._close()
         self._fd = -1
+
+
+def _require(link: str, name: str) -> None:
+    """Raise FileNotFoundError unless a link in /proc is to the memory of this name."""
+    if (found := os.readlink(link)) != f"/memfd:{_NAME}{name} (deleted)":
+        raise FileNotFoundError(f"{link} is {found}, and not the memory {name}")

@@ -9,10 +9,11 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
 from rollout_service.protocol.upload import SourceDtype
+from rollout_service.runtime.groups import groups_of
 
 _SAFETENSORS_DTYPE: dict[SourceDtype, str] = {
     "bfloat16": "BF16",
@@ -252,7 +253,7 @@ class Layout:
         self.places: dict[str, TensorPlace] = {}
         """Places by tensor name, in the order of the files."""
         self.files: list[LaidOutFile] = []
-        for number, group in enumerate(groups_of(slots, max_file_bytes), start=1):
+        for number, group in enumerate(groups_of(slots, lambda slot: slot.nbytes, max_file_bytes), start=1):
             name = f"weights-{number:05d}.safetensors"
             header, data_bytes = safetensors_header(group)
             self.files.append(LaidOutFile(name, header, len(header) + data_bytes))
@@ -276,25 +277,3 @@ class Layout:
     def digest(self) -> bytes:
         """``TensorPlaces.digest``."""
         return TensorPlaces.of(tuple(self.places.values())).digest
-
-
-class _Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-_Item = TypeVar("_Item", bound=_Sized)
-
-
-def groups_of(items: Iterable[_Item], most_bytes: int) -> Iterator[list[_Item]]:
-    """Group items, in order, into lists of at most ``most_bytes``; a larger item is a list of its own."""
-    group: list[_Item] = []
-    size = 0
-    for item in items:
-        if group and size + item.nbytes > most_bytes:
-            yield group
-            group, size = [], 0
-        group.append(item)
-        size += item.nbytes
-    if group:
-        yield group

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from rollout_service.errors import Overloaded, RolloutServiceError, error_classes, from_wire
+from rollout_service.errors import LONGEST_MESSAGE, Overloaded, RolloutServiceError, error_classes, from_wire
 
 CLASSES = sorted(error_classes().values(), key=lambda cls: cls.__name__)
 MESSAGE = "part 3 of version 7 is missing: upload it"
@@ -17,6 +17,12 @@ def test_every_error_survives_pickling_and_has_a_status_of_http():
         assert type(error) is cls and 400 <= cls.http_status < 600
         assert (str(error), error.message, error.detail) == (MESSAGE, MESSAGE, DETAIL)
         assert cls("no").detail == {}
+
+
+def test_a_message_that_quotes_a_request_has_a_bound():
+    error = pickle.loads(pickle.dumps(RolloutServiceError(f"{'a' * 1_000_000}: send it again")))
+    assert len(error.message) < LONGEST_MESSAGE and error.message.endswith(": send it again")
+    assert pickle.loads(pickle.dumps(error)).message == str(error) == error.message
 
 
 def test_what_can_be_retried_says_when():

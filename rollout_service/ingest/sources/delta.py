@@ -26,9 +26,9 @@ from rollout_service.protocol import delta
 from rollout_service.protocol.delta_parts import PartHeader, decode_header, most_header_bytes
 from rollout_service.protocol.upload import DTYPE_BYTES, BeginUpload, base_digest
 from rollout_service.quant.deferred_checks import DeferredChecks
+from rollout_service.runtime.groups import groups_of
 from rollout_service.runtime.threads import in_threads
 from rollout_service.store.buffers import ThreadBuffers, round_up
-from rollout_service.store.layout import groups_of
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Recipe, StoredTensor, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles
@@ -172,8 +172,7 @@ class DeltaOfVersion:
 
     def batches(self, names: Iterable[str], batch_bytes: int) -> Iterator[list[str]]:
         """Yield the names in lists whose tensors have about ``batch_bytes``: one part may cover many tensors."""
-        tensors = (self._tensors[name] for name in names)
-        return ([tensor.name for tensor in several] for several in groups_of(tensors, batch_bytes))
+        return groups_of(names, lambda name: self._tensors[name].nbytes, batch_bytes)
 
     def reading(
         self,

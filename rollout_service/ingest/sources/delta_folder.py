@@ -30,8 +30,9 @@ from rollout_service.runtime.threads import stretches
 from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.reading import read_at
 
-_PIECE_BYTES = 512 << 10
-"""Bytes that are read, decoded, changed and hashed before the next ones: they stay in a core's cache."""
+_PIECE_BYTES = 2 << 20
+"""Bytes that are read, decoded, changed and hashed before the next ones. They stay in a core's cache; threads that work
+on smaller pieces wait for the GIL (16 of them: 8.3 GB/s with 512 KiB, 14.6 with 2 MiB)."""
 _MAX_INDEX_BYTES = 64 << 20
 
 Bytes = npt.NDArray[np.uint8]

@@ -26,8 +26,8 @@ from rollout_service.protocol.base import wrong_fields
 from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
 from rollout_service.protocol.upload import SourceDtype, UploadTensor
 from rollout_service.quant.blockwise import BLOCK
+from rollout_service.runtime.groups import groups_of
 from rollout_service.store.buffers import ThreadBuffers, round_up
-from rollout_service.store.layout import groups_of
 from rollout_service.store.reading import read_at
 from rollout_service.store.upload_record import source_stamp
 
@@ -184,7 +184,8 @@ class FolderSource:
 
     def batches(self, batch_bytes: int) -> Iterator[list[str]]:
         """Yield the names of all tensors, file by file, in lists of about ``batch_bytes``."""
-        return ([tensor.name for tensor in several] for several in groups_of(self.table, batch_bytes))
+        several = groups_of(self.table, lambda tensor: tensor.nbytes, batch_bytes)
+        return ([tensor.name for tensor in each] for each in several)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each of these tensors. Raises InvalidManifest if its file has changed since the table was read, or

@@ -32,8 +32,6 @@ from rollout_service.runtime.views import view_at
 from rollout_service.store.mapped_files import Registered
 
 logger = logging.getLogger(__name__)
-_MOST_MEMORIES = 16
-"""Maximum number of mapped trainer memories."""
 _HOST_BYTES, GPU_BYTES = 32 << 20, 384 << 20
 """Bytes that one thread converts at a time, unless a trainer sends fewer at once. For host memory, hashing takes most
 of the time. For GPU memory, larger batches amortize launches and waiting for a shared GPU."""
@@ -108,17 +106,11 @@ class TrainerMemory:
         """``registered``: registers memory with the GPU that quantizes; None: there is none."""
         self._registered = registered
         self._opened: dict[str, tuple[MappedMemory, SharedMemorySource]] = {}
-        """Ordered by the time of mapping."""
-        self._lock = threading.Lock()
-        self._holders, self._held = asyncio.Semaphore(_MOST_MEMORIES), Counter[str]()
+        self._lock, self._held = threading.Lock(), Counter[str]()
 
     async def hold(self, source: SharedMemorySource) -> MappedMemory:
-        """Return the memory, which stays mapped until ``release``. Waits while as many are held as may be mapped.
-
-        Raises NotShared, with the reason.
-        """
-        await self._holders.acquire()
-        self._held[source.memory] += 1  # before it is looked up: see _unmap
+        """Return the memory, which stays mapped until ``release``. Raises NotShared, with the reason."""
+        self._held[source.memory] += 1  # before it is looked up: see ``prune``
         try:
             opened = self._opened.get(source.memory)
             return await asyncio.to_thread(self.open, source) if opened is None else opened[0]
@@ -129,13 +121,9 @@ class TrainerMemory:
     def release(self, source: SharedMemorySource) -> None:
         """End a ``hold``."""
         self._held -= Counter([source.memory])  # keeps no names at count 0
-        self._holders.release()
 
     def open(self, source: SharedMemorySource) -> MappedMemory:
-        """Return the memory, mapping it if necessary. Unmaps another one if too many are mapped, but none that is held.
-
-        Raises NotShared, with the reason.
-        """
+        """Return the memory, mapping it if necessary. Raises NotShared, with the reason."""
         with self._lock:
             if source.memory not in self._opened:
                 try:
@@ -146,19 +134,8 @@ class TrainerMemory:
                         f"the trainer's {what} cannot be read here: {error}. Send the tensors in parts",
                         {"process": source.process},
                     ) from error
-                if len(self._opened) >= _MOST_MEMORIES:
-                    any(map(self._unmap, list(self._opened)))  # ends with the first that nobody holds
                 self._opened[source.memory] = opened, source
             return self._opened[source.memory][0]
-
-    def _unmap(self, name: str) -> bool:
-        """Unmap a memory, unless it is held. The caller has the lock."""
-        entry = self._opened.pop(name)
-        if self._held[name]:  # looked at last, since ``hold`` takes no lock
-            self._opened[name] = entry
-            return False
-        entry[0].close()
-        return True
 
     def _open(self, source: SharedMemorySource) -> MappedMemory:
         if (here := machine()) != source.machine:
@@ -192,9 +169,14 @@ class TrainerMemory:
     def prune(self) -> None:
         """Unmap memory that its trainer has released, or whose trainer has ended, unless it is held."""
         with self._lock:
-            for name, (_, source) in list(self._opened.items()):
-                if not self.is_there(source):
-                    self._unmap(name)
+            for name, (memory, source) in list(self._opened.items()):
+                if self.is_there(source):
+                    continue
+                del self._opened[name]
+                if self._held[name]:  # looked at last, since ``hold`` takes no lock
+                    self._opened[name] = memory, source
+                else:
+                    memory.close()
 
     def close(self) -> None:
         """Unmap all memory; it must no longer be read."""

@@ -125,7 +125,7 @@ async def test_nan_is_refused_by_name_and_the_memory_is_not_freed_at_once(servic
 
 def test_memory_that_no_push_has_announced_is_freed_with_its_owner():
     dropped, announced = (_shared_memory.GpuMemory(100) for _ in range(2))
-    announced.source(())
+    announced.source((UploadTensor(name="a", dtype="bfloat16", shape=(1,)),))
     assert len(FILES) == 2
     del dropped  # as the result of a push that was cancelled
     assert len(FILES) == 1

@@ -16,7 +16,6 @@ import pytest
 import torch
 import xxhash
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from pydantic import ValidationError
 from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM
 
@@ -28,12 +27,13 @@ from rollout_service.errors import (
     InsufficientStorage,
     InvalidManifest,
     InvalidRequest,
+    LogCorrupt,
     NotFound,
     RolloutServiceError,
     UploadIncomplete,
     VersionConflict,
 )
-from rollout_service.ingest.adapters import MIN_UPLOADS
+from rollout_service.ingest.adapters import MIN_UPLOADS, check_config
 from rollout_service.protocol.adapters import (
     CONFIG_FILE,
     TENSORS_FILE,
@@ -83,6 +83,10 @@ async def test_a_pushed_adapter_is_a_version_of_the_log(service, client, model, 
     AdapterStore(service.log.root).verify(second)
     with pytest.raises(VersionConflict, match="has version 7: push a newer one than that, and not 6"):
         await client.push_adapter("run-a", tensors, config=CONFIG, version=6, wait="none")
+    begun = [
+        (await push(client, model, seed, "run-b", version=version)).version for seed, version in ((1, 0), (2, "next"))
+    ]
+    assert begun == [0, 1]
 
 
 async def test_tensors_of_every_dtype_and_layout_arrive_as_they_are(service, client, model):
@@ -127,7 +131,7 @@ async def test_equal_pushes_at_once_are_one_version(client, model, monkeypatch):
 
 async def test_what_no_commit_takes_is_refused_before_anything_is_sent(service, client, model):
     for wrong in {"timeout_s": math.inf}, {"timeout_s": 0.0}, {"label": "no label"}, {"version": -1}:
-        with pytest.raises(ValidationError):
+        with pytest.raises(InvalidRequest):
             await client.push_adapter("run-a", adapter_tensors(model, 1), config=CONFIG, **wrong)
     assert not (service.log.root / "adapters.staging").exists()
 
@@ -265,10 +269,20 @@ async def test_a_configuration_that_is_not_served_is_named(client, model):
         ({"r": 16}, "rank 16, and engine.adapters.max_rank is 8"),
         ({"rank_pattern": {"q_proj": 9}}, "rank 9, and engine.adapters.max_rank is 8"),
         ({"r": True}, "give positive numbers"),
-        ({"lora_alpha": "4"}, "lora_alpha is '4'"),
+        ({"lora_alpha": "4"}, r"alphas are \['4'\]"),
+        ({"lora_alpha": True}, r"alphas are \[True\]"),
+        ({"lora_alpha": 10**400}, "alphas are"),
+        ({"alpha_pattern": {"q_proj": None}}, r"alphas are \[.*None\]"),
     ):
         with pytest.raises(InvalidManifest, match=why):
             await client.push_adapter("run-a", tensors, config=CONFIG | changes, wait="none")
+
+
+@pytest.mark.parametrize("alpha", ["NaN", "Infinity", "1e999"])
+def test_an_alpha_that_is_not_finite_is_refused(alpha):
+    config = json.loads(json.dumps(CONFIG | {"lora_alpha": 0}).replace('"lora_alpha": 0', f'"lora_alpha": {alpha}'))
+    with pytest.raises(InvalidManifest, match=r"alphas are \[(nan|inf)\]"):
+        check_config(config, 8)
 
 
 async def test_tensors_that_do_not_fit_the_model_are_named(service, client, model):
@@ -336,6 +350,54 @@ async def test_an_adapter_that_a_disk_did_not_take_can_be_pushed_again(
     pushed = await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
     assert pushed.version == 1
     AdapterStore(service.log.root).verify(pushed)
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "why"),
+    [
+        (errno.ENOSPC, InsufficientStorage, r"which is not removed, needs \d+ bytes"),
+        (errno.EROFS, RolloutServiceError, r"run-a was not removed: \[Errno 30\].*; make that folder writable"),
+    ],
+)
+async def test_a_removal_that_a_disk_did_not_take_is_refused(service, client, model, monkeypatch, number, error, why):
+    pushed = await push(client, model)
+    with monkeypatch.context() as patch:
+        fail(patch, adapter_store, "replace_synced", number)
+        with pytest.raises(RolloutServiceError, match=why) as failed:
+            await client.remove_adapter("run-a")
+    assert type(failed.value) is error and await client.adapters() == [pushed]
+    await client.remove_adapter("run-a")
+    assert await client.adapters() == []
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "why"),
+    [
+        (errno.ENOSPC, InsufficientStorage, r"part 0 of adapter run-a needs 100 bytes"),
+        (errno.EIO, RolloutServiceError, r"part 0 of adapter run-a was not stored: \[Errno 5\].*; send it again"),
+    ],
+)
+async def test_a_part_that_a_disk_did_not_take_is_refused(start, model, tmp_path, monkeypatch, number, error, why):
+    ingest = await start(model, tmp_path / "log", **ADAPTERS)
+    upload = await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100))
+    fail(monkeypatch, Path, "open", number)
+    with pytest.raises(RolloutServiceError, match=why) as failed:
+        await ingest.adapter_part("run-a", upload.digest, 0, bytes(100))
+    assert type(failed.value) is error
+
+
+async def test_adapters_of_a_replaced_log_stay(service, client, model):
+    pushed = await push(client, model)
+    origin = service.log.root / "ORIGIN"
+    before = origin.read_bytes()
+    origin.unlink()
+    for call in (client.remove_adapter("run-a"), push(client, model, seed=2)):
+        with pytest.raises(LogCorrupt, match="was replaced"):
+            await call
+    staged = list((service.log.root / "adapters.staging").glob("*"))
+    assert AdapterStore(service.log.root).read() == service.ingest.adapter_versions and staged == []
+    origin.write_bytes(before)
+    assert await client.adapters() == [pushed]
 
 
 async def test_an_upload_whose_folder_is_gone_is_begun_anew(start, model, tmp_path):

@@ -113,6 +113,8 @@ class TestBody:
             (b"Content-Length: -1", 400),
             (b"Content-Length: " + b"9" * 5000, 400),
             (b"Content-Length: 1\r\nContent-Length: 2", 400),
+            (b"Content-Length : 1", 400),
+            (b"no header\r\nContent-Length: 1", 400),
         ],
     )
     def test_a_body_without_a_valid_length_is_refused(self, header, status):
@@ -168,13 +170,13 @@ class TestHead:
 class Gate:
     """Replies while it is open."""
 
-    def __init__(self) -> None:
-        self.entered, self.open = threading.Semaphore(0), threading.Event()
+    def __init__(self, reply: Reply = Reply(200, b"{}")) -> None:  # noqa: B008  # frozen
+        self.entered, self.open, self._reply = threading.Semaphore(0), threading.Event(), reply
 
     def __call__(self, request: Request) -> Reply:
         self.entered.release()
         self.open.wait(30)
-        return Reply(200, b"{}")
+        return self._reply
 
 
 class TestConnections:
@@ -192,6 +194,21 @@ class TestConnections:
             for _ in range(5):
                 self.connect(stack, port, half)
             assert self.connect(stack, port, GET).recv(1000).startswith(b"HTTP/1.1 413 ")
+
+    def test_callers_that_read_no_reply_make_room_for_another(self, monkeypatch):
+        monkeypatch.setattr(http_listener, "READ_S", 600.0)
+        large = bytes(64 << 20)  # more than sockets buffer
+        with ExitStack() as stack:
+            gate = Gate(Reply(200, large))
+            gate.open.set()
+            port = stack.enter_context(listening(gate))
+            last = GET[:-2] + b"Connection: close\r\n\r\n"
+            silent = [self.connect(stack, port, last) for _ in range(2)]
+            for _ in silent:
+                gate.entered.acquire()
+            self.connect(stack, port, last)
+            assert gate.entered.acquire(timeout=30)
+            assert min(len(all_of(caller)) for caller in silent) < len(large)
 
     def test_one_too_many_waits_until_another_is_answered(self):
         gate = Gate()

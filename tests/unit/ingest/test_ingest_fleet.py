@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.errors import Asleep, CommitTimeout, InsufficientStorage, LogUnreadable, NotReady, Overtaken
+from rollout_service.errors import (
+    Asleep,
+    CommitTimeout,
+    InsufficientStorage,
+    LogUnreadable,
+    NotReady,
+    Overtaken,
+    RolloutServiceError,
+)
 from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.fleet import Pin, ReplicaStatus
@@ -406,6 +414,9 @@ class TestFailingDisk:
             await ingest.set_paused(True, "keep", LONG_S)
         with pytest.raises(InsufficientStorage):
             await ingest.sleep("abort", LONG_S)
+        fail(monkeypatch, durable_io, "write_synced", errno.EROFS)
+        with pytest.raises(RolloutServiceError, match=r"is not changed: .*; make that folder writable"):
+            await ingest.set_paused(True, "keep", LONG_S)
         assert await told(ingest) == before
 
     async def test_a_commit_stands_while_the_log_cannot_be_listed(self, ingest, trainer, weights, monkeypatch):

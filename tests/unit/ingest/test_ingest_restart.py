@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -21,7 +20,6 @@ from rollout_service.errors import (
     RolloutServiceError,
     UploadIncomplete,
 )
-from rollout_service.ingest import staged_parts, upload_session
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
@@ -30,9 +28,8 @@ from rollout_service.store import durable_io
 from rollout_service.store import log as log_module
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
-from rollout_service.store.staged_file import StagingSpace
 from rollout_service.store.upload_record import RECORD_FILE, STAGED_FILE
-from tests.unit.ingest.faults import fail, of
+from tests.unit.ingest.faults import fail
 from tests.unit.ingest.trainer import (
     Restart,
     Trainer,
@@ -354,57 +351,6 @@ class TestUnreadableParts:
         with pytest.raises(NotFound, match="cannot be taken up again"):
             await again.status(1)
         assert (await Trainer(again).push(1, weights)).state == "committed"
-
-    @pytest.mark.parametrize(
-        ("place", "name"), [(upload_session, "read_record"), (staged_parts, "read_received")], ids=["record", "journal"]
-    )
-    async def test_what_is_read_at_the_third_attempt_is_taken_up(
-        self, restarted, trainer, weights, monkeypatch, place, name
-    ):
-        await trainer.upload(1, weights, order=[0, 1, 2])
-        failures, read = [errno.ESTALE, errno.EMFILE], getattr(place, name)
-
-        def failing(folder: Path) -> object:
-            if failures:
-                raise OSError(failures[-1], os.strerror(failures.pop()), str(folder))
-            return read(folder)
-
-        monkeypatch.setattr(place, name, failing)
-        assert sorted((await (await restarted()).begin(begin_of(1, weights))).digests) == [0, 1, 2]
-        assert failures == []
-
-    @pytest.mark.parametrize(
-        ("place", "name", "says"),
-        [
-            (staged_parts, "read_received", "version 1 cannot be staged in .*; send the call again"),
-            (StagingSpace, "open", "version 1 cannot be staged in .*; send the call again"),
-            (upload_session, "write_record", "version 1 cannot be staged in .*; send the call again"),
-            (upload_session, "read_record", "cannot be read: .*; send the call again, or remove .*1.parts"),
-        ],
-        ids=["its journal", "its file", "writing its record", "reading its record"],
-    )
-    async def test_parts_stay_after_an_error_that_passes(
-        self, restarted, trainer, weights, log, monkeypatch, place, name, says
-    ):
-        await trainer.upload(1, weights, order=[0, 1, 2])
-
-        with monkeypatch.context() as broken:
-            fail(broken, place, name, errno.EIO)
-            again = await restarted()
-            assert [status.version for status in await again.versions()] == [0]
-            with pytest.raises(LogUnreadable, match=says):
-                await again.begin(begin_of(1, weights))
-            assert [path.name for path in (log.root / "staging").iterdir()] == ["1.parts"]
-        assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 1, 2]
-
-    async def test_a_folder_of_parts_without_an_answer_stays(self, restarted, trainer, weights, log, monkeypatch):
-        await trainer.upload(1, weights, order=[0, 1, 2])
-        parts = log.root / "staging" / "1.parts"
-        with monkeypatch.context() as broken:
-            fail(broken, os, "stat", errno.ESTALE, of(parts))
-            fail(broken, upload_session, "read_record", errno.ESTALE, of(parts))
-            again = await restarted()
-        assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 1, 2]
 
     async def test_a_source_that_cannot_be_read_any_more_is_dropped(self, model, tmp_path, weights, monkeypatch):
         source = tmp_path / "source"

@@ -616,7 +616,7 @@ async def test_a_damaged_transfer_leaves_the_version_before(remote, url, store, 
 
 
 async def test_a_url_elsewhere_or_not_reached_is_refused(remote, url):
-    for elsewhere in ("http://127.0.0.1:1/elsewhere", f"{url}-other", f"{url}/../secret"):
+    for elsewhere in ("http://127.0.0.1:1/elsewhere", f"{url}-other", f"{url}/../secret", f"{url}/%2e%2E/secret"):
         with pytest.raises(Forbidden, match=r"is not below weights\.source_urls"):
             await pull_url(remote, elsewhere, 1)
     with pytest.raises(NotFound, match="version 7 is not published"):

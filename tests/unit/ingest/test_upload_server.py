@@ -118,8 +118,9 @@ class TestRefusedPart:
         assert error["type"] == "DigestMismatch" and "send it again" in error["message"]
         assert error["detail"]["expected"] == xxhash.xxh3_128_hexdigest(parts[0])
         assert received_files(log) == [] and 0 in (await ingest.status(1)).missing_parts
-        without = await trainer.http.put("/v1/weights/1/parts/0", content=parts[0])
-        assert without.status_code == 422 and PART_DIGEST_HEADER in without.json()["error"]["message"]
+        for headers in ({}, {PART_DIGEST_HEADER: "0" * 31}, {PART_DIGEST_HEADER: "0" * 60_000}):
+            without = await trainer.http.put("/v1/weights/1/parts/0", content=parts[0], headers=headers)
+            assert without.status_code == 422 and "32 hexadecimal digits" in without.json()["error"]["message"]
         assert (await trainer.put(1, 0, parts[0])).status_code == 200
 
     async def test_a_part_of_another_size_is_refused(self, trainer, parts, log):
@@ -141,7 +142,7 @@ class TestRefusedPart:
             patch.setattr(http_listener, "MAX_DISCARDED_BYTES", 1 << 20)
             with suppress(httpx.TransportError):  # a caller that goes on sending may miss the reply
                 sending = trainer.http.put(
-                    "/v1/weights/1/parts/0", content=endless(), headers={PART_DIGEST_HEADER: "0"}
+                    "/v1/weights/1/parts/0", content=endless(), headers={PART_DIGEST_HEADER: "0" * 32}
                 )
                 assert (await sending).status_code == 411
         for thread in upload_threads():  # the caller may leave before the listener does
@@ -293,7 +294,7 @@ class TestBadMoments:
     async def test_a_sender_that_disconnects_leaves_no_file_or_descriptor(self, server, ingest, parts, log):
         before = open_files()
         head = f"PUT /v1/weights/1/parts/0 HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(parts[0])}\r\n"
-        head += "".join(f"{name}: {value}\r\n" for name, value in headers_of(server, "0").items())
+        head += "".join(f"{name}: {value}\r\n" for name, value in headers_of(server, "0" * 32).items())
         reader, writer = await asyncio.open_connection(server.host, server.port)
         writer.write(f"{head}\r\n".encode() + parts[0][:1000])
         writer.write_eof()
@@ -330,7 +331,7 @@ class TestBadMoments:
         monkeypatch.setattr(upload_server, "STOP_S", 0.0)
         body, begun = SlowBody(parts[0]), note_receiving(monkeypatch)
         async with httpx.AsyncClient(timeout=None) as http:
-            headers = headers_of(server, "0") | {"Content-Length": str(body.nbytes)}
+            headers = headers_of(server, "0" * 32) | {"Content-Length": str(body.nbytes)}
             sending = asyncio.create_task(http.put(url_of(server), content=body, headers=headers))
             await asyncio.to_thread(begun.wait)
             await server.stop()

@@ -77,7 +77,7 @@ async def test_only_so_many_times_are_remembered(tmp_path):
     assert len(state.committed_at) == 1024 and min(state.committed_at) == 6
 
 
-async def test_the_log_is_as_large_as_its_files_whether_the_disk_answers_or_not(tmp_path, monkeypatch, caplog):
+async def test_the_log_is_as_large_as_its_files_whether_the_disk_answers_or_not(tmp_path, monkeypatch):
     def stale(path: Path) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
@@ -90,11 +90,11 @@ async def test_the_log_is_as_large_as_its_files_whether_the_disk_answers_or_not(
     assert (before.replicas_min, before.replicas_max) == (2, 5)
     monkeypatch.setattr(shutil, "disk_usage", stale)
     state = await seen.state(FLEET, ())
-    assert (state.log_free_bytes, state.log_bytes) == (before.log_free_bytes, 100) and str(tmp_path) in caplog.text
+    assert (state.log_free_bytes, state.log_bytes) == (before.log_free_bytes, 100)
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES])
-async def test_one_unreadable_file_is_left_out_and_named_once(tmp_path, monkeypatch, caplog, number):
+async def test_one_unreadable_file_is_left_out(tmp_path, monkeypatch, number):
     seen, stat, read = history(tmp_path), Path.stat, os.scandir
     versions = tuple(commit(tmp_path, version, at=10.0 * version) for version in (1, 2, 3))
     broken = {str(tmp_path / "1" / MANIFEST_FILE), str(tmp_path / "3")}
@@ -112,8 +112,7 @@ async def test_one_unreadable_file_is_left_out_and_named_once(tmp_path, monkeypa
     with monkeypatch.context() as disk:
         disk.setattr(Path, "stat", failing_stat)
         disk.setattr(os, "scandir", failing_scandir)
-        states = [await seen.state(FLEET, versions) for _ in range(2)]
-    assert [(state.committed_at, state.log_bytes) for state in states] == [({2: 20.0, 3: 30.0}, 10)] * 2
-    assert [caplog.text.count(f"metrics do not include {path}: it cannot be read") for path in sorted(broken)] == [1, 1]
+        state = await seen.state(FLEET, versions)
+    assert (state.committed_at, state.log_bytes) == ({2: 20.0, 3: 30.0}, 10)
     state = await seen.state(FLEET, versions)
     assert (state.committed_at, state.log_bytes) == ({1: 10.0, 2: 20.0, 3: 30.0}, 30)
