@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
-from rollout_service.client._http import Http, Repeat, parse
+from rollout_service.client._http import Http, Repeat, parse, request_body
 from rollout_service.client._tensors import TensorThread, describe
 from rollout_service.errors import InvalidManifest, InvalidRequest, NotFound
 from rollout_service.protocol.adapters import (
@@ -77,9 +77,8 @@ class AdapterCalls:
         """
         # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, as with push_weights.
         route = _route(name)
-        commit = CommitAdapter(
-            version=version, base_version=base_version, label=label, wait=wait, timeout_s=timeout_s, digest=""
-        )
+        named = {"version": version, "base_version": base_version, "label": label}
+        commit = request_body(CommitAdapter, **named, wait=wait, timeout_s=timeout_s, digest="")
         thread = TensorThread()
 
         async def run() -> AdapterStatus:
@@ -136,7 +135,7 @@ class AdapterCalls:
             LogCorrupt: The version's files are damaged.
             CommitTimeout: See ``push_adapter``.
         """
-        return await self._commit(name, CommitAdapter(rollback_to=to, wait=wait, timeout_s=timeout_s))
+        return await self._commit(name, request_body(CommitAdapter, rollback_to=to, wait=wait, timeout_s=timeout_s))
 
     async def _commit(self, name: str, commit: CommitAdapter) -> AdapterStatus:
         return await self._control.commit(

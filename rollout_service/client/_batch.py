@@ -162,7 +162,7 @@ class Group:
         self._streams: dict[int | None, RolloutStream] = {}
         """The open streams, by completion index. The key None is the stream of all completions."""
         self._attempts, self._replica_id = prompt.attempts, _last_replica(self._completions)
-        self._truncated = prompt.truncated_sampling
+        self._truncated, self._cached_tokens = prompt.truncated_sampling, 0
         self._require_continuable()
 
     def _require_continuable(self) -> None:
@@ -242,6 +242,8 @@ class Group:
             except _CUT as error:
                 raise _StreamCut(error) from error
         self._replica_id = stream.rollout.replica_id
+        if index is None:
+            self._cached_tokens = stream.rollout.cached_tokens
 
     def _whole_request(self) -> GenerateRequest:
         before = self._before
@@ -300,6 +302,7 @@ class Group:
             completions=tuple(self._completions),
             replica_id=self._replica_id,
             attempts=max(1, self._attempts),
+            cached_tokens=self._cached_tokens,
             truncated_sampling=self._truncated,
         )
 

@@ -25,7 +25,7 @@ from rollout_service.client._generate import (
     scores_of,
     split_options,
 )
-from rollout_service.client._http import Http, Repeat
+from rollout_service.client._http import Http, Repeat, request_body
 from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._push import (
     Push,
@@ -131,7 +131,7 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
             session_id: Letters, digits and ``._:-``. None: the service generates an id.
             ttl_s: Seconds after the last turn until the service deletes the session.
         """
-        return AgentSession(self._control, OpenSession(session_id=session_id, ttl_s=ttl_s))
+        return AgentSession(self._control, request_body(OpenSession, session_id=session_id, ttl_s=ttl_s))
 
     async def generate(
         self,
@@ -413,7 +413,7 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
         # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, because its CUDA stream
         # matters.
         require_push_options(quantize, transport, parallel_parts)
-        commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
+        commit = request_body(CommitUpload, mode=mode, wait=wait, timeout_s=timeout_s)
         thread, scales = TensorThread(), None if kv_scales is None else kv_scales.named()
 
         async def run() -> WeightStatus | None:
@@ -465,7 +465,8 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
         ``path`` must lie below one of the service's ``weights.source_roots``. Raises Forbidden if it does not, and
         VersionConflict as ``push_weights``.
         """
-        source, commit = PathSource(path=Path(path).absolute()), CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
+        source = PathSource(path=Path(path).absolute())
+        commit = request_body(CommitUpload, mode=mode, wait=wait, timeout_s=timeout_s)
         scales = None if kv_scales is None else kv_scales.named()
         plan = await self._uploader.begin(announcement(version, source=source, kv_scales=scales, label=label))
         digest = {"upload_digest": plan.upload_digest}
@@ -493,7 +494,7 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
             LogCorrupt: The version's files are damaged.
             CommitTimeout: The version is the newest, but a replica did not serve it in time.
         """
-        return await self._uploader.roll_back(RollBack(to=to, mode=mode, wait=wait, timeout_s=timeout_s))
+        return await self._uploader.roll_back(request_body(RollBack, to=to, mode=mode, wait=wait, timeout_s=timeout_s))
 
 
 def _prompt_list(prompts: Iterable[Prompt | PartialRollout]) -> list[Prompt | PartialRollout]:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from rollout_service.client._part_sender import PartSender
 from rollout_service.client._parts import Part, cut_parts
 from rollout_service.client._pieces import CONVERTED_BYTES
-from rollout_service.client._push import Push
+from rollout_service.client._push import Push, staged_still
 from rollout_service.client._sent_weights import LARGEST_SHARE, Laps, SentWeights, nbytes_of, prepare
 from rollout_service.client._tensors import every_rank_gathers
-from rollout_service.client._upload import Uploader, staged_still
+from rollout_service.client._upload import Uploader
 from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta, QuantizationError, VersionConflict
 from rollout_service.model.convert import Named
 from rollout_service.protocol.base import NEXT
@@ -91,11 +91,11 @@ class DeltaPushes:
             tensors = source.begin(own_memory=True)
             await self.wait_until_settled()
             sent, self._sent = self._sent, None
-            if sent is not None and sent.version == push.version:
+            if sent is not None and sent.version == announced.version:
                 self._sent = sent
                 if (again := await self._commit_again(push, announced, sent, converter, tensors)) is not None:
                     return again
-            if sent is None or not sent.may_be_base_of(push.version, table):
+            if sent is None or not sent.may_be_base_of(announced.version, table):
                 sent = sent if sent is not None and sent.table == table else SentWeights(table)
                 stored = converter.convert(tensors, to_cpu=False)
                 return await self._push_whole(push, announced, sent, sent.take(stored, self._laps))

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from rollout_service.client._http import parse
+from rollout_service.client._http import parse, request_body
 from rollout_service.errors import InvalidRequest, RolloutServiceError
+from rollout_service.protocol.base import field_name
 from rollout_service.protocol.generate import GenerateReply, GenerateRequest, Usage, WantedVersion
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import Sampling
@@ -58,12 +59,7 @@ class GenerateOptions(RequestOptions, total=False):
 
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """JSON cannot carry these. In Python's strings, a pair is one character."""
-_ABOUT_THE_REQUEST = (
-    *RequestOptions.__annotations__,
-    "on_abort",
-    "return_routed_experts",
-    "add_special_tokens",
-)
+_ABOUT_THE_REQUEST = (*RequestOptions.__annotations__, "on_abort", "return_routed_experts", "add_special_tokens")
 """The options that are not sampling parameters."""
 
 
@@ -85,7 +81,7 @@ def request_from(prompt: Prompt, request_id: str | None, options: GenerateOption
 
 def _refused(what: str, error: ValidationError, given: dict[str, object]) -> InvalidRequest:
     """Return an error that names each invalid parameter with its value and the reason."""
-    wrong = {".".join(map(str, e["loc"])): e["msg"] for e in error.errors(include_url=False)}
+    wrong = {field_name(e["loc"]): e["msg"] for e in error.errors(include_url=False)}
     problems = ", ".join(f"{name}={given.get(name.partition('.')[0])!r}: {why}" for name, why in wrong.items())
     return InvalidRequest(f"{what} refused: {problems}", {"parameters": wrong})
 
@@ -150,8 +146,15 @@ def rollout_of(response: httpx.Response, request: GenerateRequest) -> Rollout:
         completions=completions,
         replica_id=reply.replica_id,
         attempts=reply.attempts,
+        cached_tokens=cached_tokens(reply.usage),
         truncated_sampling=reply.truncated_sampling,
     )
+
+
+def cached_tokens(usage: Usage | None) -> int:
+    """Return ``Rollout.cached_tokens`` of a reply."""
+    details = None if usage is None else usage.prompt_tokens_details
+    return 0 if details is None else details.cached_tokens
 
 
 class ScoreOptions(RequestOptions, total=False):
@@ -183,10 +186,7 @@ def score_request(
     """Build a request. Raises InvalidRequest, as the service would."""
     targets = None if target_token_ids is None else [token_ids_of(row) for row in target_token_ids]
     given = {"token_ids": token_ids_of(tokens), "target_token_ids": targets, "compact": True, **options}
-    try:
-        return ScoreRequest.model_validate(given)
-    except ValidationError as error:
-        raise InvalidRequest(f"a score is refused: {error.errors(include_url=False)[0]['msg']}") from error
+    return request_body(ScoreRequest, **given)
 
 
 def scores_of(response: httpx.Response) -> Scores:

@@ -10,7 +10,7 @@ from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 import httpx
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
@@ -20,8 +20,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from rollout_service.errors import CommitTimeout, NotReady, Overloaded, RolloutServiceError, from_wire
-from rollout_service.protocol.base import is_token
+from rollout_service.errors import CommitTimeout, InvalidRequest, NotReady, Overloaded, RolloutServiceError, from_wire
+from rollout_service.protocol.base import is_token, wrong_fields
 from rollout_service.runtime.connections import ManyConnections, too_many_open_files
 from rollout_service.runtime.tls import certificate_error
 
@@ -47,6 +47,7 @@ The minimum is 16 s for 8 retries and 32 s for 12. With jitter alone, 12 retries
 """
 
 Model = TypeVar("Model")
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class Repeat(enum.Enum):
@@ -184,6 +185,14 @@ class Http:
 def http_timeout(read_s: float | None) -> httpx.Timeout:
     """Return timeouts for a request; ``read_s`` is the maximum silence of the service in seconds (None: no limit)."""
     return httpx.Timeout(connect=CONNECT_S, read=read_s, write=WRITE_S, pool=None)
+
+
+def request_body(kind: type[Body], **fields: object) -> Body:
+    """Return a request's body. Raises InvalidRequest, as the service would."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise InvalidRequest(f"{kind.__name__} is refused: {wrong_fields(error)}") from error
 
 
 def parse(kind: type[Model], response: httpx.Response) -> Model:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 from pydantic import ValidationError
 
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread
-from rollout_service.errors import InvalidRequest
-from rollout_service.protocol.base import NewVersion
+from rollout_service.errors import InvalidRequest, QuantizationError
+from rollout_service.protocol.base import NewVersion, wrong_fields
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.upload import Announcement, CommitUpload, UploadTensor, WaitFor
 
@@ -119,5 +119,13 @@ def announcement(version: NewVersion, **what: object) -> Announcement:
     try:
         return Announcement.model_validate({"version": version, "uploader": uuid.uuid4().hex, **what})
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:4]]
-        raise InvalidRequest(f"version={version!r}, label={what.get('label')!r}: {'; '.join(problems)}") from error
+        raise InvalidRequest(f"version={version!r}, label={what.get('label')!r}: {wrong_fields(error)}") from error
+
+
+def staged_still(version: int, error: QuantizationError) -> QuantizationError:
+    """Return the error of a version that stays staged in part, with its remedies."""
+    return QuantizationError(
+        f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
+        f"mend the weights and push it again, or discard({version})",
+        error.detail,
+    )

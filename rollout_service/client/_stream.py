@@ -10,7 +10,7 @@ from typing import Self
 import httpx
 from pydantic import model_validator
 
-from rollout_service.client._generate import body_of
+from rollout_service.client._generate import body_of, cached_tokens
 from rollout_service.client._http import Http, Repeat
 from rollout_service.errors import RolloutServiceError, from_wire
 from rollout_service.protocol.base import Frozen
@@ -212,6 +212,7 @@ class RolloutStream:
                 completions=tuple(_so_far(index, read, None) for index, read in enumerate(self._pieces)),
                 replica_id=last.replica_id or "",
                 attempts=last.attempts or 1,
+                cached_tokens=cached_tokens(last.usage),
                 truncated_sampling=bool(last.truncated_sampling),
             )
         except ValueError as error:

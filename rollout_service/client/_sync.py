@@ -106,12 +106,7 @@ class SyncRolloutClient:
         return SyncRolloutStream(self._client.generate_stream(prompt, request_id=request_id, **options), self)
 
     def session(self, session_id: str | None = None, *, ttl_s: float = 3600.0) -> "SyncAgentSession":
-        """Open a session that records an agent's chat: ``with client.session() as session:``.
-
-        Args:
-            session_id: Letters, digits and ``._:-``. None: the service generates an id.
-            ttl_s: Seconds after the last turn until the service deletes the session.
-        """
+        """Open a session, as ``RolloutClient.session`` does: ``with client.session() as session:``."""
         return SyncAgentSession(self._client.session(session_id, ttl_s=ttl_s), self)
 
     def __enter__(self) -> Self:

@@ -182,9 +182,9 @@ def _device(rows: Rows) -> torch.device | None:
 
 
 def _pad(rows: Rows, width: int, padding: float, device: torch.device) -> torch.Tensor:
-    """Return [batch, width], or the given tensor."""
+    """Return [batch, width] on ``device``; of a given tensor, its own shape."""
     if isinstance(rows, torch.Tensor):
-        return rows
+        return rows.to(device)
     if not len(rows):
         return torch.zeros(0, width, device=device)
     padded = pad_sequence([_as_row(row, device) for row in rows], batch_first=True, padding_value=padding)

@@ -119,10 +119,7 @@ class GammaWeights:
 
     def __post_init__(self) -> None:
         for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
-            value = getattr(self, name)
-            require_positive("GammaWeights", name, value)
-            if math.isinf(value):
-                raise ValueError(f"GammaWeights: {name}={value} must be finite")
+            require_positive("GammaWeights", name, getattr(self, name), is_finite=True)
 
     def weigh(self, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weights, fp64 [batch, tokens], 0 where masked, and their metrics; names without prefix."""
@@ -144,10 +141,9 @@ def truncated_importance_weights(
     before the optimizer step; ``rollout_logprobs`` were returned with these tokens. Both are natural logs, [batch,
     tokens] or ragged. ``correct`` does the same with metrics, and other recipes.
 
-    Raises the errors of ``correct``, and ValueError for a cap that is not a positive number.
+    Raises the errors of ``correct``, and ValueError for a cap that is not a positive, finite number.
     """
-    if isinstance(cap, bool) or not isinstance(cap, int | float) or not (math.isfinite(cap) and cap > 0):
-        raise ValueError(f"cap={cap} must be a positive number: weights are truncated there (verl's default is 2.0)")
+    require_positive("truncated_importance_weights", "cap", cap, is_finite=True)
     ratios = compare(trainer_logprobs, rollout_logprobs, mask)
     return (ratios.bounded.exp().clamp(max=cap) * ratios.selected).to(ratios.dtype)
 

@@ -287,7 +287,11 @@ class ServedModel:
         wrong = {what: items for what, items in wrong.items() if items}
         if wrong:
             summary = "; ".join(f"{len(items)} {what}: {', '.join(items[:4])}" for what, items in wrong.items())
-            raise InvalidManifest(f"the version does not fit the served model {self.name}: {summary}", wrong)
+            raise InvalidManifest(
+                f"the version does not fit the served model {self.name}: {summary}; send the model's own tensors by "
+                "Hugging Face's names, without the prefixes of wrappers (torch.compile, DDP, PEFT)",
+                wrong,
+            )
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

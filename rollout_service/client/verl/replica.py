@@ -162,7 +162,7 @@ class RolloutServer:
             token_ids=list(completion.token_ids),
             log_probs=list(completion.logprobs) if wants_logprobs else None,
             stop_reason="aborted" if completion.finish_reason == "abort" else "completed",
-            extra_fields=self._labels(completion),
+            extra_fields={**self._labels(completion), "num_cached_tokens": rollout.cached_tokens},
         )
 
     async def set_global_steps(self, global_steps: int | None, version: int) -> None:

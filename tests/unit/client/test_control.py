@@ -105,6 +105,26 @@ async def test_a_name_that_no_adapter_has_reaches_no_route(service, client, name
 
 
 @pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda client: client.push_adapter("a", {}, version=True), "version: .*not a boolean"),
+        (lambda client: client.push_adapter("a", {}, label=7), "label"),
+        (lambda client: client.rollback_adapter("a", True), "rollback_to: .*not a boolean"),
+        (lambda client: client.push_weights(1, [], mode="now"), "mode"),
+        (lambda client: client.push_weights(True, [("a", torch.zeros(1))]), "version: .*not a boolean"),
+        (lambda client: client.push_path(1, "/a", timeout_s=0), "timeout_s"),
+        (lambda client: client.rollback(True), "to: .*not a boolean"),
+    ],
+)
+async def test_a_wrong_argument_is_named_and_reaches_no_route(service, client, call, says):
+    with pytest.raises(InvalidRequest, match=says):
+        await call(client)
+    with pytest.raises(InvalidRequest, match="ttl_s"):
+        client.session(ttl_s=0)
+    assert service.log == []
+
+
+@pytest.mark.parametrize(
     ("files", "complaint"),
     [
         ({}, f"{CONFIG_FILE} cannot be read: No such file"),

@@ -5,8 +5,10 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,10 +29,11 @@ from rollout_service.store.upload_record import UploadRecord, read_record
 from tests.support.models import make_model
 from tests.unit.client.conftest import Tensors, cancelled
 from tests.unit.client.real_ingest import RealIngest, real_ingest
-from tests.unit.ingest.trainer import folder_weights
+from tests.unit.ingest.trainer import folder_weights, scattered
 from tests.unit.metrics.counts import Counts
 
 EMBEDDING = "model.embed_tokens.weight"
+stepped = partial(scattered, share=0.005)
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +51,6 @@ async def service(model: Path, tmp_path: Path) -> AsyncIterator[RealIngest]:
 async def push(client: RolloutClient, version: object, tensors: object, **options: object) -> WeightStatus:
     options = {"transport": "delta", "wait": "none", **options}
     return await client.push_weights(version, tensors, **options)
-
-
-def stepped(tensors: Tensors, seed: int, share: float = 0.005) -> Tensors:
-    """A few elements of each tensor changed by some percent."""
-    generator, new = torch.Generator().manual_seed(seed), {}
-    for name, tensor in tensors.items():
-        hit = torch.rand(tensor.shape, generator=generator) < share
-        new[name] = torch.where(hit, tensor.float() * 1.07 + 1e-4, tensor.float()).to(tensor.dtype)
-    return new
 
 
 def record_of(service: RealIngest, version: int) -> UploadRecord:
@@ -280,6 +274,13 @@ class TestFailures:
         await push(client, 2, stepped(weights, 3))
         assert base_of(service, 2) == 1
         await require_the_same_as_whole(service, 2, stepped(weights, 3))
+
+    @pytest.mark.parametrize("kind", [str, float, np.int64, torch.tensor])
+    async def test_a_version_may_be_any_number(self, service, client, weights, kind):
+        await push(client, kind(1), weights)
+        for _ in range(2):  # the second is the same push again
+            await push(client, kind(2), stepped(weights, 2))
+        assert base_of(service, 2) == 1
 
     async def test_a_push_whose_tensors_end_early_is_replaced(self, service, client, weights):
         await push(client, 1, weights)

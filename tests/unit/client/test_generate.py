@@ -80,8 +80,11 @@ class TestRequest:
         for name, wrong in {"temperature": float("nan"), "n": 0, "stop": [1], "stop_token_ids": ["x"]}.items():
             with pytest.raises(InvalidRequest, match=name):
                 await client.generate([1], **{name: wrong})
-        with pytest.raises(InvalidRequest, match="options of the request refused: priority='high'"):
-            await client.generate([1], priority="high")
+        for name, wrong in {"priority": "high", "min_weight_version": -1}.items():
+            with pytest.raises(InvalidRequest, match=f"options of the request refused: {name}={wrong!r}: "):
+                await client.generate([1], **{name: wrong})
+        with pytest.raises(InvalidRequest, match="ScoreRequest is refused: start: "):
+            await client.score([1, 2], start=0)
         assert service.log == []
 
 

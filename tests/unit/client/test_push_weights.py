@@ -11,7 +11,7 @@ import xxhash
 from rollout_service.client import RolloutClient
 from rollout_service.client._push import PushOptions
 from rollout_service.client._tensors import describe
-from rollout_service.errors import CommitTimeout, InvalidManifest, Overloaded, VersionConflict
+from rollout_service.errors import CommitTimeout, InvalidManifest, InvalidRequest, Overloaded, VersionConflict
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, UploadTensor, upload_digest
 from rollout_service.protocol.weights import WeightStatus
 from tests.unit.client.conftest import Tensors, cancelled, stream_of
@@ -175,12 +175,12 @@ class TestOptions:
         ],
     )
     async def test_wrong_options_fail_before_anything_is_sent(self, service, client, tensors, wrong, complaint):
-        with pytest.raises(ValueError, match=complaint):
+        with pytest.raises((ValueError, InvalidRequest), match=complaint):
             await client.push_weights(5, tensors, **wrong)
         assert service.log == []
 
     async def test_a_path_with_wrong_options_is_not_announced(self, service, client, tmp_path):
-        with pytest.raises(ValueError, match="timeout_s"):
+        with pytest.raises(InvalidRequest, match="timeout_s"):
             await client.push_path(6, tmp_path, timeout_s=0)
         assert service.log == []
 

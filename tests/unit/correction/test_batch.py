@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rollout_service.correction import correct, measure_mismatch, preset, truncated_importance_weights
+from rollout_service.correction.ratios import _padded
 
 LOST = [[-1.0, math.nan, -2.0], [-math.inf, -1.0]]
 TRAINER = [[-1.5, -0.5, -2.0], [-0.5, -1.0]]
@@ -100,3 +101,10 @@ def test_only_the_rollouts_logprobs_may_be_missing(missing):
 def test_missing_logprobs_that_leave_nothing_are_refused(missing, complaint):
     with pytest.raises(ValueError, match=complaint):
         correct([[-1.0]], [[math.nan]], missing_logprobs=missing)
+
+
+def test_rows_on_other_devices_follow_the_trainer():
+    # the meta device stands for a GPU, and has no values to compute with
+    on_gpu = torch.zeros(2, 3, device="meta")
+    for rollout in (ZEROS, [[-1.0], [-1.0, -2.0]]):
+        assert {each.device for each in _padded(on_gpu, rollout, ONES)} == {on_gpu.device}

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +12,8 @@ from rollout_service.correction import (
     Correction,
     GammaWeights,
     ImportanceWeights,
+    Rejection,
+    Veto,
     correct,
     truncated_importance_weights,
 )
@@ -88,3 +91,12 @@ def test_weights_that_make_no_sense_are_refused(kind, arguments, message):
 def test_a_cap_that_is_no_positive_number_is_refused(cap):
     with pytest.raises(ValueError, match="cap="):
         truncated_importance_weights(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), cap=cap)
+
+
+@pytest.mark.parametrize("two", [2, np.float32(2.0), np.float64(2.0), np.int64(2)])
+def test_a_bound_may_be_a_number_of_numpy(two):
+    rows = [[-1.0, -1.0]], [[-2.0, -1.0]]
+    assert truncated_importance_weights(*rows, cap=two).tolist() == [[2.0, 1.0]]
+    recipe = Correction(ImportanceWeights(upper=two), (Rejection("token_k3", upper=two),), Veto(upper=two))
+    assert correct(*rows, correction=recipe).weights.tolist() == [[0.0, 0.0]]
+    assert GammaWeights(k_pos=two) == GammaWeights()

@@ -89,7 +89,7 @@ class TestTable:
             "missing": ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"],
             "wrong_shape": [f"{name} is [256, 768], the model's is [768, 256]"],
         }
-        for what in ("1 duplicate", "1 unknown", "2 missing", "1 wrong_shape"):
+        for what in ("1 duplicate", "1 unknown", "2 missing", "1 wrong_shape", "without the prefixes of wrappers"):
             assert what in refused.value.message
 
     def test_the_output_head_is_optional_where_the_embedding_is_tied(self, tied_model, served):
