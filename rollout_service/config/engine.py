@@ -1,11 +1,10 @@
 """Settings of one engine: quantization of its weights, its KV cache, and the engine itself."""
 
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
-from rollout_service.protocol.base import refuse_bool
+from rollout_service.protocol.base import refuse_bool, takes_numbers
 from rollout_service.protocol.tensors import QuantWeights
 
 _GRAPH_KEYS = {"cudagraph_capture_sizes", "cudagraph_mode", "cudagraph_num_of_warmups", "max_cudagraph_capture_size"}
@@ -18,13 +17,6 @@ _KERNELS_OF_MODE: dict[str, Literal["cuda_eager", "cuda_compiled"]] = {
 """vLLM's ``compilation_config.mode`` → kernels."""
 
 
-def _is_number(annotation: Any) -> bool:
-    """Return True if a field takes numbers and no booleans."""
-    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    kinds = [get_args(choice)[0] if get_origin(choice) is Annotated else choice for choice in choices]
-    return bool not in kinds and (int in kinds or float in kinds)
-
-
 class Config(BaseModel):
     """Base class of sections: immutable; unknown fields, infinity, NaN, and booleans for numbers refused."""
 
@@ -33,7 +25,7 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _booleans_are_no_numbers(cls, value: object, field: ValidationInfo) -> object:
-        return refuse_bool(value) if _is_number(cls.model_fields[field.field_name or ""].annotation) else value
+        return refuse_bool(value) if takes_numbers(cls.model_fields[field.field_name or ""].annotation) else value
 
 
 class QuantConfig(Config):

@@ -31,8 +31,10 @@ from rollout_service.protocol.adapters import (
     AdapterUpload,
     BeginAdapter,
     CommitAdapter,
+    VersionedName,
+    read_adapter_name,
 )
-from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.base import NEXT, Frozen
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["adapters"], route_class=GuardedRoute)
@@ -85,7 +87,8 @@ async def remove(name: Name, services: Here) -> None:
 class LoadAdapter(Frozen):
     """vLLM's request to load an adapter from a folder."""
 
-    lora_name: AdapterName
+    lora_name: VersionedName
+    """``run-a``, which gets its next version, or ``run-a@3``: OpenPipe's ART 0.5.23 names each step so."""
     lora_path: FolderPath
     """A folder in PEFT's format below ``weights.source_roots``, as the ingest sees it."""
     load_inplace: bool = False
@@ -97,7 +100,8 @@ class LoadAdapter(Frozen):
 class UnloadAdapter(Frozen):
     """vLLM's request to unload an adapter."""
 
-    lora_name: AdapterName
+    lora_name: VersionedName
+    """``run-a``, or ``run-a@3``. A version that is not the newest stays until its place is needed."""
     lora_int_id: int | None = None
 
 
@@ -105,7 +109,9 @@ async def load_adapter(body: LoadAdapter, services: Here) -> PlainTextResponse:
     """Load a folder as the newest version of an adapter. Answers when every live replica holds it."""
     if body.is_3d_lora_weight:
         raise BadRequest("is_3d_lora_weight: adapters of routed experts are not served: leave them out")
-    await services.ingest.commit_adapter(body.lora_name, CommitAdapter(path=body.lora_path, wait="all"))
+    name, version = read_adapter_name(body.lora_name) or (body.lora_name, None)
+    how = CommitAdapter(path=body.lora_path, wait="all", version=NEXT if version is None else version)
+    await services.ingest.commit_adapter(name, how)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -116,6 +122,11 @@ for _path in ("/v1/load_lora_adapter", "/load_lora_adapter"):  # vLLM's, TRL's a
 @router.post("/v1/unload_lora_adapter", responses=_SAID | documented(NotFound))
 @router.post("/unload_lora_adapter", responses=_SAID | documented(NotFound))
 async def unload_adapter(body: UnloadAdapter, services: Here) -> PlainTextResponse:
-    """Remove all versions of an adapter. Running rollouts finish."""
-    await services.ingest.remove_adapter(body.lora_name)
+    """Remove all versions of an adapter, if the newest or none is named. Running rollouts finish."""
+    name, version = read_adapter_name(body.lora_name) or (body.lora_name, None)
+    versions = [each.version for each in await services.ingest.adapters() if each.name == name]
+    if version is not None and version not in versions:
+        raise NotFound(f"adapter {name} has no version {version}: GET /v1/adapters lists all")
+    if version in (None, max(versions, default=None)):
+        await services.ingest.remove_adapter(name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -21,6 +21,7 @@ from rollout_service.gateway.generate import (
     token_counts,
     usage,
 )
+from rollout_service.gateway.openai.routes import IDLE, Name
 from rollout_service.gateway.prompts import DATA_ERRORS, check_prompts, model_and_adapter, read_prompts, roll_out_all
 from rollout_service.gateway.routes import PromptsRoute
 from rollout_service.gateway.streams import (
@@ -62,6 +63,17 @@ Prompt = (
 )
 
 
+_OF_CHATS = (IDLE - {"prompt_cache_key", "safety_identifier"}) | {
+    "chat_template",
+    "chat_template_kwargs",
+    "include_reasoning",
+    "parallel_tool_calls",
+    "reasoning_effort",
+}
+"""Fields that change nothing of a given prompt's completion. rLLM's gateway (9beb6e0, ``proxy.py``) sends later turns
+of a chat here, as token ids, with the chat's other fields."""
+
+
 class CompletionRequest(RolloutOptions, CommonSampling):
     """One or several prompts, as text or token ids, with the sampling parameters as top-level fields."""
 
@@ -72,6 +84,8 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     """OpenAI's newer name of ``max_tokens`` for chats. Some clients send it here, too."""
     logprobs: bool | Annotated[int, Field(ge=0)] | None = None
     """0 or true returns the logprobs of the sampled tokens. A number adds that many top logprobs."""
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    """The number for ``logprobs=true``, as in chats."""
     stop: StopStrings | StopString | None = ()
     stop_token_ids: StopTokens | None = ()
     add_special_tokens: bool | None = None
@@ -80,7 +94,9 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     """True to add ``token_ids`` and ``prompt_token_ids`` to each choice."""
     return_tokens_as_token_ids: bool | None = False
     """True to write ``token_id:123`` instead of text in ``logprobs.tokens``."""
-    user: Annotated[str, Field(max_length=1024)] | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
     stream: bool | None = False
     """True to stream the completions as server-sent events, see ``CompletionReply``."""
     stream_options: StreamOptions | None = None
@@ -90,8 +106,16 @@ class CompletionRequest(RolloutOptions, CommonSampling):
 
     @model_validator(mode="before")
     @classmethod
-    def _once(cls, data: object) -> object:
-        return without_repetition(data)
+    def _without_a_chats_fields(cls, data: object) -> object:
+        data = without_repetition(data)
+        if not isinstance(data, dict):
+            return data
+        data = {name: value for name, value in data.items() if name not in _OF_CHATS}
+        if (asked := data.pop("response_format", None)) is not None:
+            if data.get("structured_outputs") is not None:
+                raise ValueError("response_format and structured_outputs are given: send one of them")
+            data["structured_outputs"] = _structured_outputs(asked)
+        return data
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -109,7 +133,7 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     def candidates(self) -> int | None:
         """The number of top logprobs per token in the reply. None: no logprobs at all."""
         if isinstance(self.logprobs, bool):
-            return 0 if self.logprobs else None
+            return (self.top_logprobs or 0) if self.logprobs else None
         return self.logprobs
 
     def sampling(self) -> Sampling:
@@ -119,6 +143,18 @@ class CompletionRequest(RolloutOptions, CommonSampling):
             fields["max_tokens"] = self.max_completion_tokens
         ends = {"stop": self.stop or (), "stop_token_ids": self.stop_token_ids or ()}
         return Sampling(**{**fields, "logprobs": self.candidates, **ends})
+
+
+def _structured_outputs(response_format: object) -> dict[str, object] | None:
+    """Return OpenAI's ``response_format`` as ``structured_outputs``. Raises ValueError for another format."""
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json": schema}
+    raise ValueError("response_format is neither text, json_object, nor json_schema with a schema: send one of them")
 
 
 class CompletionLogprobs(BaseModel):

@@ -202,11 +202,13 @@ def routed_experts(completion: Completion) -> dict[str, object]:
     return {} if experts is None else {"routed_experts": experts.model_dump()}
 
 
-def usage(rollouts: list[Rollout]) -> dict[str, int]:
+def usage(rollouts: list[Rollout]) -> dict[str, object]:
     """Return OpenAI's ``usage`` object for a reply."""
     prompt = sum(len(rollout.prompt_token_ids) for rollout in rollouts)
     completion = sum(len(c.token_ids) for rollout in rollouts for c in rollout.completions)
-    return token_counts(prompt, completion)
+    cached = sum(rollout.cached_tokens for rollout in rollouts)
+    details = {"prompt_tokens_details": {"cached_tokens": cached}} if cached else {}
+    return {**token_counts(prompt, completion), **details}
 
 
 def token_counts(prompt: int, completion: int) -> dict[str, int]:

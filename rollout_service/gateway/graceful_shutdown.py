@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from ray.exceptions import RayError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_service.compat import ray_internals
@@ -56,9 +57,15 @@ class OpenRequests:
             answered = True
             await send(message)
 
+        async def receive_or_end() -> Message:
+            try:
+                return await receive()
+            except RayError:  # Serve raises it for a client that disconnects while the machine is busy
+                return {"type": "http.disconnect"}
+
         self._open.add(request)
         try:
-            await app(scope, receive, send_noted)
+            await app(scope, receive_or_end, send_noted)
         except asyncio.CancelledError:
             if request not in self._refused or answered:
                 raise

@@ -105,16 +105,16 @@ async def tokenize(
         )
         raise of_prompt(error, too_long, len(texts))
 
-    def encode() -> list[tuple[int, ...]]:
-        add = add_special_tokens is not False
-        made = [tuple(tokenizer.encode(text, add_special_tokens=add)) for text in texts]
+    def encode(text: str) -> tuple[int, ...]:
+        ids = tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens is not False))
         if add_special_tokens is not None:
-            return made
+            return ids
         special = set(tokenizer.all_special_ids)
-        added = [token for token in tokenizer.encode("") if token in special]
-        return [_without_repeated_start(ids, added) for ids in made]
+        return _without_repeated_start(ids, [token for token in tokenizer.encode("") if token in special])
 
-    return await asyncio.get_running_loop().run_in_executor(_tokenizing, encode)
+    run = asyncio.get_running_loop().run_in_executor
+    # one by one: a request with many long texts must neither keep the threads from others nor outlive its client
+    return [await run(_tokenizing, encode, text) for text in texts]
 
 
 def _without_repeated_start(ids: tuple[int, ...], added: Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ reply.
 from collections.abc import Mapping
 from typing import Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from rollout_service.config import AdaptersConfig
 from rollout_service.errors import InsufficientStorage, InvalidRequest, NotReady, Overtaken, WeightTransferFailed
@@ -99,11 +99,13 @@ async def get_world_size(services: Here, include_dp: bool = True) -> dict[str, i
 
 
 @router.get("/server_info", responses=documented(InvalidRequest))
-async def server_info(services: Here, config_format: Literal["text", "json"] | None = None) -> dict[str, object]:
+async def server_info(
+    services: Here, request: Request, config_format: Literal["text", "json"] | None = None
+) -> dict[str, object]:
     """Return vLLM's ``vllm_config`` and the state of the weight transfer with ``config_format=json``, which only vLLM's
     clients send. Return SGLang's arguments without it."""
     if config_format is None:
-        return await sglang_server_info(services)
+        return await sglang_server_info(services, request)
     if config_format == "text":
         raise InvalidRequest("GET /server_info: config_format=text is not implemented: ask for json")
     transfer = await services.ingest.weight_transfer()

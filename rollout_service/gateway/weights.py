@@ -15,7 +15,6 @@ from rollout_service.errors import (
     NotShared,
     PayloadTooLarge,
     QuantizationError,
-    TableUnknown,
     UploadIncomplete,
     VersionConflict,
 )
@@ -67,9 +66,7 @@ async def recipe(services: Here) -> TrainerRecipe:
     return await services.ingest.recipe()
 
 
-@router.post(
-    "", responses=documented(InvalidManifest, VersionConflict, TableUnknown, InsufficientStorage, NotFound, NotShared)
-)
+@router.post("", responses=documented(InvalidManifest, VersionConflict, InsufficientStorage, NotFound, NotShared))
 async def begin(body: Announcement, request: Request, services: Here) -> UploadPlan:
     """Start or resume the upload of a version."""
     reached = request.scope.get("server")  # the address at which the proxy accepted the connection

@@ -3,13 +3,15 @@
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
-from rollout_service.protocol.base import Frozen, KnownVersion, NewVersion, VersionLabel, WeightVersion
+from rollout_service.protocol.base import Frozen, KnownVersion, NewVersion, VersionLabel, WeightVersion, refuse_bool
 
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 AdapterName = Annotated[str, Field(pattern=f"^{_NAME}$")]
 """Letters, digits and ``._-``. Requests may append ``@`` and a version."""
+VersionedName = Annotated[str, Field(pattern=f"^{_NAME}(@[0-9]{{1,15}})?$")]
+"""A name, or a name with ``@`` and a version."""
 _ASKED = re.compile(f"({_NAME})(?:@([0-9]{{1,16}}))?")
 """``MAX_VERSION`` has 16 digits."""
 
@@ -112,6 +114,8 @@ class AdapterOptions(Frozen):
     """``all``: answer when every live replica holds the version. ``none``: answer after the commit."""
     timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Maximum time in seconds for ``wait``, then 504."""
+
+    _no_booleans = field_validator("timeout_s", mode="before")(refuse_bool)
 
 
 class CommitAdapter(AdapterOptions):

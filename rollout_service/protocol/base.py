@@ -5,7 +5,8 @@ Nothing in this package imports torch, vllm or ray: trainer, gateway, ingest, re
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -37,7 +38,14 @@ def refuse_bool(value: object) -> object:
     return value
 
 
-WeightVersion = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0, le=MAX_VERSION)]
+def takes_numbers(annotation: Any) -> bool:
+    """Return True if a field of this type takes numbers and no booleans."""
+    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = [get_args(choice)[0] if get_origin(choice) is Annotated else choice for choice in choices]
+    return bool not in kinds and (int in kinds or float in kinds)
+
+
+WeightVersion = Annotated[int, Field(ge=0, le=MAX_VERSION), BeforeValidator(refuse_bool)]
 """A weight version received from outside."""
 
 
@@ -73,9 +81,14 @@ def is_token(text: str) -> bool:
     return all("!" <= character <= "~" for character in text)
 
 
+def field_name(location: tuple[int | str, ...]) -> str:
+    """Return the name of a field in pydantic's errors, without the functions that validate a choice of a union."""
+    return ".".join(str(part) for part in location if not str(part).startswith("function-"))
+
+
 def wrong_fields(error: ValidationError) -> str:
     """Return the first wrong fields and what is wrong with each, in one line."""
-    problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors(include_url=False)]
+    problems = [(field_name(problem["loc"]), problem["msg"]) for problem in error.errors(include_url=False)]
     return "; ".join(f"{field}: {what}" if field else what for field, what in problems[:4])
 
 

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, StrictInt, field_validator, model_validator
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.protocol.base import Frozen, KnownVersion, WeightVersion
+from rollout_service.protocol.base import Frozen, KnownVersion, WeightVersion, refuse_bool
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, OnAbort, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
@@ -156,6 +156,8 @@ class GenerateRequest(RolloutOptions):
     stream_options: StreamOptions | None = None
     """Options of a stream: ``include_usage``, ``continuous_usage_stats``."""
 
+    _no_booleans = field_validator("priority", mode="before")(refuse_bool)
+
     @model_validator(mode="after")
     def _ids_or_text(self) -> "GenerateRequest":
         if (self.token_ids is None) == (self.prompt is None):
@@ -197,12 +199,21 @@ class GenerateRequest(RolloutOptions):
         return self
 
 
+class PromptTokens(BaseModel):
+    """Details of a prompt's tokens."""
+
+    cached_tokens: int
+    """See ``Rollout.cached_tokens``."""
+
+
 class Usage(BaseModel):
     """Token counts of prompts and of completions."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokens | None = None
+    """None: the prefix cache had no token of the prompts."""
 
 
 class CandidateLogprob(BaseModel):

@@ -174,6 +174,8 @@ class Rollout(Frozen):
     """Number of generations that the completion with the most interruptions took; 1: no interruption."""
     returned: bool = False
     """True if a pause with ``on_abort="return"`` aborted it: an aborted completion is then not continued."""
+    cached_tokens: int = Field(default=0, ge=0)
+    """Number of the prompt's tokens that the first replica's prefix cache had; 0 also if that replica was lost."""
     truncated_sampling: bool = False
     """True if tokens were sampled from a part of the vocabulary (``top_p``, ``top_k``, ``min_p``, ``min_tokens``,
     ``structured_outputs``), or with ``logit_bias``. Their logprobs are renormalized and not comparable with the whole

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from rollout_service.protocol.adapters import WantedAdapter
-from rollout_service.protocol.base import Frozen, WeightVersion
+from rollout_service.protocol.base import Frozen, WeightVersion, refuse_bool, takes_numbers
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MOST_COMPLETIONS = 4096
@@ -218,6 +218,11 @@ class Sampling(CommonSampling):
     """vLLM's FINAL_ONLY: one reply, at the end."""
     extra_args: ExtraArgs | None = None
     """Extra arguments of ``/inference/v1/generate``; engines do not see them."""
+
+    # not CommonSampling: clients of /v1/completions send booleans, such as logprobs=true, which vLLM reads as 1
+    _no_booleans = field_validator(
+        *(name for name, field in CommonSampling.model_fields.items() if takes_numbers(field.annotation)), mode="before"
+    )(refuse_bool)
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
+from rollout_service.protocol.base import refuse_bool
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.generate import ModelName, RolloutOptions, TokenIds
 from rollout_service.protocol.sampling import Scoring
@@ -30,6 +31,8 @@ class ScoreRequest(RolloutOptions):
     """Return ``compact_logprobs`` instead of lists."""
     model: ModelName | None = None
     """A name of the served model. None: any."""
+
+    _no_booleans = field_validator("start", "top_logprobs", "priority", mode="before")(refuse_bool)
 
     @model_validator(mode="after")
     def _scores(self) -> Self:

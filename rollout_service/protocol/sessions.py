@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.base import Frozen, refuse_bool
 from rollout_service.protocol.rollout import FinishReason, Span
 
 SESSION_NAME = r"^\.*[A-Za-z0-9_:-][A-Za-z0-9._:-]*$"
@@ -25,6 +25,8 @@ class OpenSession(Frozen):
     """The session's name in its URL; None: the service generates one."""
     ttl_s: float = Field(default=3600.0, gt=0, le=7 * 24 * 3600)
     """Lifetime in seconds after the last turn."""
+
+    _no_booleans = field_validator("ttl_s", mode="before")(refuse_bool)
 
 
 class SessionOpened(Frozen):

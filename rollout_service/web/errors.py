@@ -20,6 +20,7 @@ from rollout_service.errors import (
     Unauthorized,
     shorten,
 )
+from rollout_service.protocol.base import field_name
 
 _BY_STATUS = {400: MalformedRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 422: InvalidRequest}
 PROBLEMS_LISTED = 8
@@ -124,7 +125,7 @@ def _problem(location: tuple[int | str, ...], kind: str, message: str) -> tuple[
         return "the body", f"is not JSON ({message}{at})"
     if kind in ("model_attributes_type", "missing") and location == ("body",):
         return "the body", "must be a JSON object sent with Content-Type: application/json"
-    field = ".".join(str(part)[:_LONGEST_FIELD] for part in location if part != "body") or "the body"
+    field = field_name(tuple(str(part)[:_LONGEST_FIELD] for part in location if part != "body")) or "the body"
     return field, _NOT_IMPLEMENTED if kind == "extra_forbidden" else shorten(message)
 
 

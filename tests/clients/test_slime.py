@@ -103,6 +103,13 @@ async def test_rollouts_have_the_native_tokens(router, client, push):
         assert meta["weight_version"] == str(version) and meta["finish_reason"]["type"] == "length"
 
 
+async def test_a_repeated_prompt_counts_as_cached(router, push):
+    """slime and miles sum ``cached_tokens`` as their prefix hit rate (``utils/types.py``)."""
+    await push()
+    first, second = [(await generate(router, [8, 9, 10] * 100))["meta_info"]["cached_tokens"] for _ in range(2)]
+    assert first == 0 and 200 < second < 300
+
+
 async def test_an_update_by_disk_returns_what_it_aborts(router, service_url, client, model, sources, next_version):
     """Weights go past the router; a sample that came back aborted is asked for again, with its tokens."""
     old, new = next_version, next_version + 1

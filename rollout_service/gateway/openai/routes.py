@@ -66,13 +66,15 @@ TOOLS_OF_AGENTS = frozenset({"function", "custom", "namespace"})
 """Tool types of the Responses API that the caller runs. The server runs all others."""
 MAX_PARTS = 16384
 """Maximum number of objects and lists in a chat's body. An agent's turn has about eight."""
+MAX_VALUES = 8 * MAX_PARTS
+"""Maximum number of names, strings, numbers and other values of a chat's body, without ``tokens``."""
 MAX_NAMES = 64
 """Maximum number of names of an item of a Responses body. vLLM reads an item by 60 classes, each of which reads all of
 its names on the event loop."""
 _STOPS = frozenset({"stop", "stop_sequences"})
 """Names of the stop strings. They bypass vLLM's classes, which have another limit on their number."""
 _MAX_REQUEST_ID = 256
-_Name = Annotated[str, Field(max_length=1024)]
+Name = Annotated[str, Field(max_length=1024)]
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Names of the maximum length of a completion."""
 _TEXT_OF = {"output_text": "text", "refusal": "refusal"}
@@ -324,21 +326,27 @@ def _require_bounded(route: str, body: JsonObject, services: Services) -> None:
     vLLM would read them on the event loop for seconds.
     """
     max_characters = BYTES_PER_TOKEN * services.max_model_len
-    parts = characters = 0
-    unread: list[object] = [body]
-    while unread:
+    values = parts = characters = 0
+    unread: list[object] = [{name: value for name, value in body.items() if name != "tokens"}]
+    while unread and values <= MAX_VALUES:
         value = unread.pop()
+        values += 1
         if isinstance(value, str):
             characters += len(value)
         elif isinstance(value, dict | list):
             parts += 1
-            unread += value.values() if isinstance(value, dict) else value
-    if parts > MAX_PARTS:
-        raise ContextTooLong(
-            f"{route}: the request has {parts} messages, parts and other objects, and at most {MAX_PARTS} are taken: "
-            "send a shorter conversation",
-            {"parts": parts, "limit": MAX_PARTS},
-        )
+            unread += value
+            unread += value.values() if isinstance(value, dict) else ()
+    for what, number, limit in (
+        ("messages, parts and other objects", parts, MAX_PARTS),
+        ("names and values", values, MAX_VALUES),
+    ):
+        if number > limit:
+            raise ContextTooLong(
+                f"{route}: the request has {number} {what} or more, and at most {limit} are taken: send a shorter "
+                "conversation",
+                {"parts": number, "limit": limit},
+            )
     if characters > max_characters:
         raise ContextTooLong(
             f"{route}: the request has {characters} characters, and this model's maximum context length of "
@@ -370,9 +378,9 @@ class _Bounded(RolloutOptions, CommonSampling):
     stop_sequences: StopStrings | None = None
     """Anthropic's name of ``stop``."""
     model: ModelName | None = None
-    user: _Name | None = None
-    safety_identifier: _Name | None = None
-    prompt_cache_key: _Name | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -183,6 +183,7 @@ def _completion(
         "finish_reason": _finish_reason(completion),
         "prompt_tokens": len(rollout.prompt_token_ids),
         "completion_tokens": len(completion.token_ids),
+        "cached_tokens": rollout.cached_tokens,
         "weight_versions": spans(completion),
         "e2e_latency": elapsed_s,
     }

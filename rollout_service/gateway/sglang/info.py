@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from rollout_service import __version__
 from rollout_service.errors import NotReady
@@ -14,11 +14,22 @@ from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 
 router = APIRouter(tags=["sglang"], route_class=ControlRoute)
 open_router = APIRouter(tags=["sglang"], route_class=DataRoute)
+_ONE_SERVER = {
+    "nnodes": 1,
+    "node_rank": 0,
+    "base_gpu_id": 0,
+    "gpu_id_step": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "ep_size": 1,
+}
+"""SGLang's defaults, for any number of replicas. miles 31f1ca9 ends at its start if one of them, the host or the port
+is not its own (``sglang_utils/sglang_engine.py``)."""
 LoadSections = Annotated[str, Query(pattern="^(core|disagg|queues)(,(core|disagg|queues))*$")]
 
 
 @router.get("/get_server_info")
-async def server_info(services: Here) -> dict[str, object]:
+async def server_info(services: Here, request: Request) -> dict[str, object]:
     """Return the service as one SGLang server: the arguments that apply here, and the load of each engine.
 
     The newer route ``GET /server_info`` is in ``gateway/vllm_weights.py``.
@@ -26,9 +37,10 @@ async def server_info(services: Here) -> dict[str, object]:
     fleet = await known_fleet(services)
     return {
         **_model(services, fleet),
+        **_ONE_SERVER,
+        "host": request.url.hostname,
+        "port": request.url.port or 80,
         "tp_size": services.tensor_parallel_size,
-        "pp_size": 1,
-        "dp_size": len(_serving_replicas(fleet)),
         "context_length": services.max_model_len,
         "disaggregation_mode": "null",
         "enable_memory_saver": False,

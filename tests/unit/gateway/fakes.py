@@ -29,6 +29,7 @@ class EchoEngine:
     top_logprobs: tuple[tuple[Candidate, ...], ...] | None = None
     prompt_logprobs: tuple[tuple[Candidate, ...] | None, ...] | None = None
     scores: CompactLogprobs | None = None
+    cached_tokens: int = 0
 
     async def generate(self, call: GenerateCall) -> Rollout:
         self.calls.append(call)
@@ -51,6 +52,7 @@ class EchoEngine:
             prompt_token_ids=call.prompt_token_ids,
             completions=completions,
             replica_id="r1",
+            cached_tokens=self.cached_tokens,
         )
 
 

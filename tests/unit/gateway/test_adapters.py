@@ -14,7 +14,7 @@ from rollout_service.gateway.generate import generate
 from rollout_service.gateway.models import models
 from rollout_service.gateway.sglang.generate import SglangGenerate
 from rollout_service.gateway.sglang.generate import generate as sglang_generate
-from rollout_service.protocol.adapters import AdapterStatus, WantedAdapter
+from rollout_service.protocol.adapters import AdapterStatus, CommitAdapter, WantedAdapter
 from rollout_service.protocol.generate import GenerateRequest
 from tests.unit.gateway.chats import HELLO
 from tests.unit.gateway.fakes import http_to
@@ -26,6 +26,13 @@ class Ingest:
     def __init__(self, *committed: tuple[str, int]) -> None:
         self.committed, self.is_away = list(committed), False
         self.is_silent, self.asked = False, 0
+
+    async def commit_adapter(self, name: str, commit: CommitAdapter) -> None:
+        assert isinstance(commit.version, int) and commit.wait == "all"
+        self.committed.append((name, commit.version))
+
+    async def remove_adapter(self, name: str) -> None:
+        self.committed = [each for each in self.committed if each[0] != name]
 
     async def adapters(self) -> list[AdapterStatus]:
         self.asked += 1
@@ -45,6 +52,22 @@ def ingest() -> Ingest:
 @pytest.fixture
 def adapted(services: Services, ingest: Ingest) -> Services:
     return replace(services, adapters=KnownAdapters(ingest))
+
+
+async def test_art_names_each_step_of_an_adapter(adapted, ingest, engine):
+    """OpenPipe's ART 0.5.23 with ``vllm_runtime.mode: external`` (``art/megatron/distributed_service.py``)."""
+    async with http_to(replace(adapted, ingest=ingest)) as http:
+        assert (await http.get("/art/capabilities")).status_code == 404
+        for step in (0, 1):
+            body = {"lora_name": f"art-model@{step}", "lora_path": "/checkpoints/0000"}
+            assert (await http.post("/v1/load_lora_adapter", json=body)).status_code == 200
+            asked = {"model": f"art-model@{step}", "prompt": [5, 6]}
+            assert (await http.post("/v1/completions", json=asked)).status_code == 200
+        for step, status, left in ((9, 404, [0, 1]), (0, 200, [0, 1]), (1, 200, []), (0, 404, [])):
+            reply = await http.post("/v1/unload_lora_adapter", json={"lora_name": f"art-model@{step}"})
+            assert reply.status_code == status, reply.text
+            assert [version for name, version in ingest.committed if name == "art-model"] == left
+    assert [call.adapter.exact_version for call in engine.calls] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,68 @@ class TestRLLM:
             reply = await http.post(COMPLETIONS, json={"model": "tiny", "prompt": "ab", "extra_body": extra})
             assert reply.status_code == 422 and "extra_body" in reply.json()["error"]["message"], reply.text
 
+    async def test_a_later_turn_brings_the_chats_other_fields(self, http, engine):
+        """rLLM 9beb6e0's gateway in its cumulative mode: ``rllm_model_gateway/proxy.py``, ``middleware.py``."""
+        engine.top_logprobs = ((Candidate(5, -0.25, 1),), (Candidate(36, -1.0, 1),))
+        of_the_chat = {
+            "parallel_tool_calls": False, "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False},
+            "metadata": {"run": "a"}, "store": False, "service_tier": "auto", "prompt_cache_key": "a",
+            "top_logprobs": 1, "response_format": {"type": "text"}, "max_completion_tokens": 8,
+        }  # fmt: skip
+        body = {"model": "tiny", "prompt": [36, 37], "add_special_tokens": False, "logprobs": True}
+        reply = await answered(http, COMPLETIONS, {**body, **of_the_chat, "return_token_ids": True})
+        [choice] = reply["choices"]
+        assert choice["token_ids"] == [37, 36] and choice["prompt_token_ids"] == [36, 37]
+        assert len(choice["logprobs"]["top_logprobs"][0]) == 2 and sampled(engine).logprobs == 1
+
+
+class TestNeMoGym:
+    """NeMo-Gym 07d6b0d with ``use_completions_api``: ``responses_api_models/vllm_model/app.py``."""
+
+    BODY = {  # noqa: RUF012
+        "model": "tiny", "prompt": "ab", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "n": 1, "seed": 3,
+        "stop": ["z"], "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}, "user": "u", "logprobs": 0,
+        "return_token_ids": True, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("given", "constraint"),
+        [
+            (None, None),
+            ({"type": "text"}, None),
+            ({"type": "json_object"}, {"json_object": True}),
+            (
+                {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string"}}},
+                {"json": {"type": "string"}},
+            ),
+        ],
+    )
+    async def test_a_response_format_is_a_constraint(self, http, engine, given, constraint):
+        reply = await answered(http, COMPLETIONS, {**self.BODY, "response_format": given})
+        [choice] = reply["choices"]
+        assert choice["prompt_token_ids"] and choice["logprobs"]["tokens"] == [
+            f"token_id:{t}" for t in choice["token_ids"]
+        ]
+        found = sampled(engine).structured_outputs
+        assert (None if found is None else found.model_dump(exclude_none=True)) == constraint
+
+    async def test_an_unknown_format_is_refused(self, http, engine):
+        for wrong in ({"type": "grammar"}, {"type": "json_schema"}, "json"):
+            reply = await http.post(COMPLETIONS, json={**self.BODY, "response_format": wrong})
+            assert reply.status_code == 422 and "response_format is neither" in reply.json()["error"]["message"]
+        both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+        assert (await http.post(COMPLETIONS, json={**self.BODY, **both})).status_code == 422
+        assert engine.calls == []
+
+
+class TestAgentLightning:
+    """Agent-Lightning c632d8d: ``agentlightning/server/proxy.py`` and ``routes/events.py``, which reads the reply."""
+
+    async def test_its_completions_are_read(self, http):
+        body = {"model": "tiny", "prompt": "ab", "temperature": 0.7, "logprobs": True, "return_token_ids": True}
+        [choice] = (await answered(http, COMPLETIONS, body))["choices"]
+        assert choice["prompt_token_ids"] and len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"]) == 2
+
 
 class TestCandidates:
     async def test_both_routes_name_the_likeliest_tokens(self, http, engine):

@@ -111,6 +111,12 @@ async def test_a_reply_carries_ids_logprobs_spans_and_the_replica(services):
     assert "prompt_token_ids" not in reply
 
 
+async def test_the_prefix_caches_tokens_are_told(client, engine):
+    assert (await client.generate([5, 6, 7], max_tokens=3)).cached_tokens == 0
+    engine.cached_tokens = 2
+    assert (await client.generate([5, 6, 7], max_tokens=3)).cached_tokens == 2
+
+
 async def test_a_prompts_ids_come_back_if_it_was_text_or_if_asked_for(services):
     reply = await generate(GenerateRequest(prompt="ab", output_mode="text"), services)
     assert len(reply["prompt_token_ids"]) == 2 and reply["choices"][0]["text"] == "ba"

@@ -7,6 +7,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
+from ray.exceptions import TaskCancelledError
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive, Scope, Send
 
 from rollout_service.gateway.graceful_shutdown import OpenRequests, Removal
 from rollout_service.web.errors import install_error_handlers
@@ -87,6 +90,22 @@ async def test_an_answer_that_has_begun_is_not_mixed_with_another_one(gateway):
     gateway.open.refuse()
     await asyncio.wait([asking])
     assert asking.cancelled()
+
+
+async def test_an_error_of_serve_in_a_body_is_a_disconnect(gateway):
+    async def read(scope: Scope, receive: Receive, send: Send) -> None:
+        with pytest.raises(ClientDisconnect):
+            await Request(scope, receive).body()
+        gateway.begun.set()
+
+    async def receive() -> Message:
+        raise TaskCancelledError
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    await gateway.open.middleware(read)({"type": "http"}, receive, send)
+    assert gateway.begun.is_set()
 
 
 async def test_an_answer_that_says_503_is_not_cut_off_by_a_second_refusal(gateway, asking):

@@ -15,7 +15,7 @@ from rollout_service.errors import LONGEST_REASON, NonFiniteLogprob, Overloaded
 from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.generate import spans as spans_of
 from rollout_service.gateway.openai import routes
-from rollout_service.gateway.openai.routes import MAX_PARTS
+from rollout_service.gateway.openai.routes import MAX_PARTS, MAX_VALUES
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.prompts import BYTES_PER_TOKEN
 from rollout_service.protocol.rollout import Completion, Rollout, Span
@@ -478,7 +478,7 @@ class TestSize:
         text = [{"role": "user", "content": "a" * (BYTES_PER_TOKEN * 512 + 1)}]
         messages = [{"role": "user", "content": "a"}] * MAX_PARTS
         parts: list[Any] = [{"role": "user", "content": [part] * MAX_PARTS}]
-        for asked in (text, messages, parts):
+        for asked in (text, messages, parts, [{"a" * (BYTES_PER_TOKEN * 512): "b"}], [1] * MAX_VALUES):
             reply = await chat_http.post(path, json={"model": "tiny", "max_tokens": 9, field: asked})
             assert reply.status_code == 400 and reply.json()["error"]["type"] == "ContextTooLong", reply.text
 

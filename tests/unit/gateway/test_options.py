@@ -54,6 +54,37 @@ async def test_what_is_out_of_range_is_refused_by_name(services, engine, path, f
     assert engine.calls == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        *(
+            ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {name: True}}, f"sampling_params.{name}")
+            for name in ("n", "max_tokens", "temperature", "seed", "top_k", "logprobs")
+        ),
+        ("/inference/v1/generate", {"token_ids": [5], "priority": True}, "priority"),
+        ("/inference/v1/score", {"token_ids": [5, 6], "top_logprobs": True}, "top_logprobs"),
+        ("/v1/sessions", {"ttl_s": True}, "ttl_s"),
+        ("/v1/weights", {"version": True, "source": {"path": "/a"}}, "version"),
+        ("/v1/weights/1/commit", {"timeout_s": True}, "timeout_s"),
+        ("/v1/weights/1/shared", {"transfer": "a", "batch": 0, "first": 0, "count": True, "offset": 0}, "count"),
+        ("/v1/weights/rollback", {"to": True}, "to"),
+        ("/v1/adapters/a/commit", {"digest": "a", "version": False}, "version"),
+    ],
+)
+async def test_a_boolean_is_no_number(services, engine, path, body, field):
+    async with http_to(services) as http:
+        reply = await http.post(path, json=body)
+    error = reply.json()["error"]
+    assert reply.status_code == 422 and engine.calls == [], reply.text
+    assert {"field": field, "problem": error["detail"]["fields"][0]["problem"]} == error["detail"]["fields"][0]
+    assert "a number, not a boolean" in error["message"]
+
+
+async def test_a_boolean_of_completions_means_what_it_means_to_vllm(services, engine):
+    assert (await post(services, "/v1/completions", n=True, max_tokens=True)).status_code == 200
+    assert (engine.calls[0].sampling.n, engine.calls[0].sampling.max_tokens) == (1, 1)
+
+
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(("asked", "version"), [(3, 3), ("3", 3), ("run-7/step-300", 12), ("run-7/step-9", None)])
 async def test_a_version_is_asked_for_by_number_or_label(services, engine, path, asked, version):

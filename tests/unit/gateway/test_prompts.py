@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from rollout_service.errors import ContextTooLong, InvalidRequest, NotFound
+from rollout_service.gateway import prompts
 from rollout_service.gateway.generate import generate
 from rollout_service.gateway.models import models
 from rollout_service.gateway.prompts import (
@@ -151,6 +153,30 @@ class TestText:
         tokenizer.gate.set()
         assert len((await text)["prompt_token_ids"]) == 2
 
+    async def test_many_texts_leave_the_tokenizer_to_others(self, services, monkeypatch):
+        monkeypatch.setattr(prompts, "_tokenizing", ThreadPoolExecutor(1))
+        tokenizer = GatedTokenizer(services.tokenizer)
+        gated = replace(services, tokenizer=tokenizer)
+        many = asyncio.create_task(tokenize(["aa", "ab", "ac"], gated, add_special_tokens=False))
+        await asyncio.to_thread(tokenizer.entered.wait)
+        one = asyncio.create_task(tokenize(["b"], gated, add_special_tokens=False))
+        await asyncio.sleep(0)  # its text is queued
+        tokenizer.gate.set()
+        await asyncio.gather(many, one)
+        assert tokenizer.encoded == ["aa", "b", "ab", "ac"]
+
+    async def test_texts_of_a_client_that_left_are_not_tokenized(self, services, monkeypatch):
+        monkeypatch.setattr(prompts, "_tokenizing", ThreadPoolExecutor(1))
+        tokenizer = GatedTokenizer(services.tokenizer)
+        gated = replace(services, tokenizer=tokenizer)
+        left = asyncio.create_task(tokenize(["aa", "ab", "ac"], gated, add_special_tokens=False))
+        await asyncio.to_thread(tokenizer.entered.wait)
+        left.cancel()
+        await asyncio.wait([left])
+        tokenizer.gate.set()
+        await tokenize(["b"], gated, add_special_tokens=False)
+        assert tokenizer.encoded == ["aa", "b"]
+
 
 class GatedTokenizer:
     """Encodes once its gate is open."""
@@ -158,8 +184,10 @@ class GatedTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.entered, self.gate = tokenizer, threading.Event(), threading.Event()
         self.all_special_ids = tokenizer.all_special_ids
+        self.encoded: list[str] = []
 
     def encode(self, text: str, **kwargs: Any) -> Any:
+        self.encoded.append(text)
         self.entered.set()
         self.gate.wait()
         return self._tokenizer.encode(text, **kwargs)

@@ -183,9 +183,27 @@ async def test_slime_reads_what_kind_of_server_this_is(services):
         assert info == (await http.get("/get_server_info")).json()
         model = (await http.get("/model_info")).json()
         assert model == (await http.get("/get_model_info")).json()
-    told = ("tp_size", "pp_size", "dp_size", "disaggregation_mode", "enable_memory_saver", "weight_version")
-    assert [info[name] for name in told] == [2, 1, 2, "null", False, "7"]
+    told = ("tp_size", "pp_size", "disaggregation_mode", "enable_memory_saver", "weight_version")
+    assert [info[name] for name in told] == [2, 1, "null", False, "7"]
     assert (model["served_model_name"], model["is_generation"], model["weight_version"]) == ("tiny", True, "7")
+
+
+async def test_the_arguments_are_those_that_miles_expects(services):
+    """miles 31f1ca9 waits for two routes, then ends if an argument is not its own (``sglang_utils/sglang_engine.py``).
+
+    Its ``_compute_server_args``, for an external engine of one GPU with its defaults.
+    """
+    expected = {
+        "enable_memory_saver": False, "host": "127.0.0.1", "port": 8000, "nnodes": 1, "node_rank": 0, "gpu_id_step": 1,
+        "base_gpu_id": 0, "tp_size": 1, "dp_size": 1, "pp_size": 1, "ep_size": 1,
+    }  # fmt: skip
+    async with http_to(services) as http:
+        http.base_url = "http://127.0.0.1:8000"
+        http.headers["Authorization"] = "Bearer None"
+        for path in ("/health_generate", "/flush_cache"):
+            assert (await http.get(path)).status_code == 200
+        actual = (await http.get("/get_server_info")).json()
+    assert {name: actual[name] for name in expected} == expected
 
 
 async def test_the_load_is_of_what_is_not_answered_yet(http):

@@ -60,6 +60,7 @@ async def post(services: Services, body: Any, engine: Any = None, headers: dict[
 
 @pytest.mark.parametrize("body", [SLIME, ROUTED], ids=["direct", "through its router"])
 async def test_slime_s_request_has_sglang_s_reply(services, engine, body):
+    engine.cached_tokens = 2
     reply = (await post(services, body, headers={"X-SMG-Routing-Key": "session-1"})).json()
     meta = reply.pop("meta_info")
     assert meta.pop("e2e_latency") >= 0 and meta.pop("id")
@@ -68,6 +69,7 @@ async def test_slime_s_request_has_sglang_s_reply(services, engine, body):
         "finish_reason": {"type": "length", "length": 3},
         "prompt_tokens": 3,
         "completion_tokens": 3,
+        "cached_tokens": 2,
         "weight_version": "7",
         "weight_version_start": 7,
         "weight_version_end": 7,

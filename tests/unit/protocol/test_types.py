@@ -195,10 +195,28 @@ class TestVersion:
 
 
 class TestAnnouncement:
+    @pytest.mark.parametrize(
+        "what",
+        [
+            {"source": {"path": "/a" * 2049}},
+            {"tensors": [{"name": "a" * 1025, "dtype": "bfloat16", "shape": [1]}]},
+        ],
+    )
+    def test_a_path_and_a_name_have_a_bound(self, what):
+        with pytest.raises(ValidationError, match="at most"):
+            Announcement.model_validate({"version": 1, **what})
+
     @pytest.mark.parametrize("shape", [(-1,), (1 << 63,), (1,) * 65])
     def test_a_shape_that_no_tensor_has_is_refused(self, shape):
         with pytest.raises(ValidationError, match="shape"):
             UploadTensor(name="w", dtype="bfloat16", shape=shape)
+
+    @pytest.mark.parametrize(
+        "what", [{}, {"tensors": [{"name": "w", "dtype": "bfloat16", "shape": [3]}], "source": {"path": "/tmp"}}]
+    )
+    def test_tensors_and_a_source_exclude_each_other(self, what):
+        with pytest.raises(ValidationError, match="not both and not neither"):
+            Announcement.model_validate({"version": 1, **what})
 
     @pytest.mark.parametrize(
         "what",
