@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from rollout_service.client import RolloutClient
 from rollout_service.errors import Asleep
 from tests.support.telltale import assert_pure, canary_weights
 
@@ -61,3 +62,24 @@ async def test_a_sleeping_fleet_takes_pushes_and_wakes_to_the_newest(service, cl
     for completion in ((await rollout).completions[0], again.completions[0]):
         assert completion.versions == (telltale + 2,)
         assert_pure(completion)
+
+
+async def test_rollouts_that_a_sleep_holds_continue_on_the_weights_after_it(service, client, telltale):
+    weights = canary_weights(service.config.model.path, telltale + 1)
+    replicas = await ids(client)
+    async with client.generate_stream([5, 6], max_tokens=1900, temperature=0.0, ignore_eos=True) as pieces:
+        await anext(pieces)
+        await client.sleep("keep")
+        await client.sleep("wait")  # would let them finish, on memory that is released
+        await client.push_weights(telltale + 1, weights, mode="wait")
+        await client.wake_up()
+        async for _ in pieces:
+            pass
+    [completion] = pieces.rollout.completions
+    assert completion.versions == (telltale, telltale + 1)
+    assert_pure(completion)
+    assert await ids(client) == replicas
+
+
+async def ids(client: RolloutClient) -> set[str]:
+    return {replica.replica_id for replica in (await client.fleet()).replicas}
