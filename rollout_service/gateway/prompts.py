@@ -29,6 +29,7 @@ from rollout_service.protocol.base import FEW
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import MOST_COMPLETIONS, GenerateCall, Reasoning, Sampling, Scoring
+from rollout_service.runtime.groups import groups_of
 from rollout_service.runtime.tasks import raise_first_failure
 from rollout_service.tracing import describe
 from rollout_service.web.errors import documented
@@ -45,6 +46,9 @@ MAX_PROMPT_LOGPROBS = 1 << 22
 """Maximum number of prompt logprobs in a reply. As JSON objects they are 200 MB, and a gateway answers nothing else for
 seconds."""
 _tokenizing = ThreadPoolExecutor(4, thread_name_prefix="tokenize")
+_TOKENIZED_AT_ONCE = 64 << 10
+"""Characters of texts that one thread tokenizes at once. A request with many long texts must neither keep the threads
+from others nor outlive its client."""
 
 
 async def model_and_adapter(model: str | None, adapter: str | None, services: Services) -> tuple[str, str | None]:
@@ -105,16 +109,19 @@ async def tokenize(
         )
         raise of_prompt(error, too_long, len(texts))
 
-    def encode(text: str) -> tuple[int, ...]:
-        ids = tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens is not False))
+    def encode(several: list[str]) -> list[tuple[int, ...]]:
+        add = add_special_tokens is not False
+        made = [tuple(tokenizer.encode(text, add_special_tokens=add)) for text in several]
         if add_special_tokens is not None:
-            return ids
+            return made
         special = set(tokenizer.all_special_ids)
-        return _without_repeated_start(ids, [token for token in tokenizer.encode("") if token in special])
+        added = [token for token in tokenizer.encode("") if token in special]
+        return [_without_repeated_start(ids, added) for ids in made]
 
-    run = asyncio.get_running_loop().run_in_executor
-    # one by one: a request with many long texts must neither keep the threads from others nor outlive its client
-    return [await run(_tokenizing, encode, text) for text in texts]
+    made: list[tuple[int, ...]] = []
+    for several in groups_of(texts, len, _TOKENIZED_AT_ONCE):
+        made += await asyncio.get_running_loop().run_in_executor(_tokenizing, encode, several)
+    return made
 
 
 def _without_repeated_start(ids: tuple[int, ...], added: Sequence[int]) -> tuple[int, ...]:

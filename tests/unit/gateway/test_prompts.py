@@ -155,6 +155,7 @@ class TestText:
 
     async def test_many_texts_leave_the_tokenizer_to_others(self, services, monkeypatch):
         monkeypatch.setattr(prompts, "_tokenizing", ThreadPoolExecutor(1))
+        monkeypatch.setattr(prompts, "_TOKENIZED_AT_ONCE", 1)
         tokenizer = GatedTokenizer(services.tokenizer)
         gated = replace(services, tokenizer=tokenizer)
         many = asyncio.create_task(tokenize(["aa", "ab", "ac"], gated, add_special_tokens=False))
@@ -167,6 +168,7 @@ class TestText:
 
     async def test_texts_of_a_client_that_left_are_not_tokenized(self, services, monkeypatch):
         monkeypatch.setattr(prompts, "_tokenizing", ThreadPoolExecutor(1))
+        monkeypatch.setattr(prompts, "_TOKENIZED_AT_ONCE", 1)
         tokenizer = GatedTokenizer(services.tokenizer)
         gated = replace(services, tokenizer=tokenizer)
         left = asyncio.create_task(tokenize(["aa", "ab", "ac"], gated, add_special_tokens=False))
