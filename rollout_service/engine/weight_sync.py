@@ -285,14 +285,7 @@ class WeightSync:
                 if self.pausing.asleep:
                     continue
                 head = await self._looked()
-                if self._life.serves(head):
-                    self._corrupt.forget()
-                    await self.pausing.open()
-                    await self._recovered()
-                elif not self._corrupt.is_waited_for(head):
-                    await self._to_version(head)
-                    await self._obey()
-                    await self._report()
+                await self._follow(head)
             except NotFound as error:  # a newer version was committed and this one removed meanwhile
                 logger.info("looking again: %s", error)
                 self._woken.set()
@@ -300,13 +293,26 @@ class WeightSync:
                 await self._wait_for_log(head, error)
             except NotReady as error:  # the next poll looks again
                 logger.warning("staying at version %s: %s", self.version, error)
-                if head is not None:
+                if head is not None or self._life.target is not None:
                     await self._stay(error)
             except (LogCorrupt, InsufficientStorage) as error:
                 record(table.UPDATES, outcome="unreadable")
                 wait_s = self._corrupt.found(head)
                 logger.error("staying at version %s, looking again in %.1f s: %s", self.version, wait_s, error)
                 await self._stay(error)
+
+    async def _follow(self, head: Head) -> None:
+        """Serve the newest version, unless it could not be read and is tried again later."""
+        if self._life.serves(head):
+            self._corrupt.forget()
+            await self.pausing.open()
+            await self._recovered()
+        elif not self._corrupt.is_waited_for(head):
+            await self._to_version(head)
+            await self._obey()
+            await self._report()
+        elif self._life.target is not None:
+            await self._stay(self._life.error)
 
     async def _wait_for_log(self, head: Head | None, error: Exception) -> None:
         """Keep serving while the file system cannot read the log, or the version ``head``."""
@@ -316,8 +322,11 @@ class WeightSync:
         if head is not None or wait_s > self._corrupt.first_wait_s:  # a single failure is not reported
             await self._stay(error)
 
-    async def _stay(self, error: Exception) -> None:
-        """Report why a version was not loaded. The engine keeps serving its version, if it has one."""
+    async def _stay(self, error: Exception | str | None) -> None:
+        """Report why a version was not loaded. The engine keeps serving its version, if it has one.
+
+        A ``target`` remains if the log has moved on while rollouts were waited for: the engine is still paused for it.
+        """
         if not self._life.closed:
             await self.pausing.open()
         self._life.stays(str(error))
@@ -330,16 +339,16 @@ class WeightSync:
             await self._report()
 
     async def _obey(self, may_sleep: bool = True) -> None:
-        if self._desired is None:
+        desired = self._desired
+        if desired is None:
             return
-        slept = self.pausing.asleep
         try:
-            has_become = await self.pausing.obey(self._desired, may_sleep)
+            has_become = await self.pausing.obey(desired, may_sleep)
         except MemoryTaken as error:
             logger.warning("staying asleep: %s", error)
             self._life.error = str(error)
             has_become = True
-        if self.pausing.asleep and not slept:
+        if self.pausing.asleep and desired.asleep:
             self._life.sleeps()
         if has_become:
             await self._report()

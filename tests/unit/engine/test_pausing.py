@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollout_service.errors import EngineFailed
+from rollout_service.errors import EngineFailed, NotReady
 from rollout_service.store.log import WeightLog
 from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
@@ -201,3 +201,33 @@ class TestWaitingVersion:
         await ingest.order("first", paused=True, pause_mode="keep")
         await ingest.order("second", paused=False)
         assert running.calls == ["pause wait", "pause keep", "resume"] and weight_sync.version == 0
+
+    async def test_a_version_given_up_for_an_unreadable_one_lets_the_engine_resume(self, started, log, running, ingest):
+        weight_sync = await started(weights={"poll_s": 60.0, "dead_after_s": 200.0})  # version 1 is not read again
+        commit(log, 1)
+        flip_a_byte(log, 1, FIRST)
+        await ingest.change(version=1)
+        await ingest.reported(lambda s: s.state == "stale")
+        before = (log.root / "LATEST").read_bytes()
+        await push(log, ingest, 2, mode="wait")
+        await drains(running)
+        (log.root / "LATEST").write_bytes(before)
+        await ingest.change(version=1)
+        status = await ingest.reported(lambda s: s.state == "stale")
+        assert running.calls == ["pause wait", "resume"] and status.error is not None and weight_sync.version == 0
+
+    async def test_a_version_given_up_when_the_ingest_leaves_lets_the_engine_resume(
+        self, started, log, running, ingest, monkeypatch
+    ):
+        answers = iter([None])  # the last one: version 2 is the newest
+
+        async def pinned(_: str) -> None:
+            if log.head().version == 2 and next(answers, "away") == "away":
+                raise NotReady("the ingest restarts")
+
+        monkeypatch.setattr(ingest, "pinned", pinned)
+        weight_sync = await started(group="eval")
+        await commit_that_waits(log, running, ingest)
+        await push(log, ingest, 2, mode="wait")
+        await ingest.reported(lambda s: s.state == "stale")
+        assert running.calls == ["pause wait", "resume"] and weight_sync.version == 0

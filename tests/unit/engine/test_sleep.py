@@ -82,6 +82,27 @@ async def test_an_engine_whose_memory_is_taken_sleeps_until_it_is_free(weight_sy
     assert (status.state, status.error) == ("ready", None)
 
 
+async def test_an_engine_that_sleeps_again_reports_no_failed_waking(weight_sync, engine, ingest):
+    await sleep(ingest)
+    engine.memory_taken = "the trainer has it"
+    await wake(ingest)
+    await ingest.reported(lambda s: s.error is not None)
+    assert (await sleep(ingest, "again")).error is None
+
+
+async def test_an_engine_that_sleeps_reports_no_version_that_it_could_not_read(weight_sync, log, engine, ingest):
+    engine.reading.close()
+    commit(log, 1)
+    flip_a_byte(log, 1, FIRST)
+    await ingest.change(version=1)
+    await engine.reading.until_reached()
+    await ingest.change(paused=True, pause_mode="abort", asleep=True, order="sleep")
+    await ingest.reported(lambda s: engine.calls == ["pause abort"])
+    engine.reading.open()
+    await ingest.reported(lambda s: s.obeyed == "sleep" and s.error is not None)
+    await ingest.reported(lambda s: s.obeyed == "sleep" and s.error is None)
+
+
 async def test_sleep_takes_over_from_a_version_that_waits(weight_sync, log, engine, ingest):
     engine.draining.close()
     await push(log, ingest, 1, mode="wait")
