@@ -61,7 +61,7 @@ def service_at(url: str, token_file: Path | None, ca_file: Path | None) -> "Iter
     except ValueError as error:
         fail(error)
     except httpx.TransportError as error:
-        fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
+        fail(error)
 
 
 def _read_token(file: Path | None) -> str | None:

@@ -137,7 +137,7 @@ class Http:
         try:
             response: httpx.Response = await retrying(repeat, self.retries)(attempt)
         except httpx.TransportError as error:
-            error.add_note(_explain(error, method, url, self.url, repeat))
+            error.args = (_explain(error, method, url, self.url, repeat),)
             raise
         if not response.is_success:
             raise error_of(response)
@@ -219,18 +219,24 @@ def _checked_url(url: str) -> str:
 
 
 def _explain(error: httpx.TransportError, method: str, url: str, service: str, repeat: Repeat) -> str:
-    where = f"{method} {url} at {service}"
+    where = f"{method} {url}" if url.startswith("http") else f"{method} {url} at {service}"
     if (why := certificate_error(error)) is not None:
         return f"{where}: {why.verify_message}. If its certificate is not signed for this machine, give ca_file."
     if (limit := too_many_open_files(error)) is not None:
         return f"{where}: {limit}."
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return f"{where}: no connection. Is the service running there, and is the address right?"
+        return f"{where}: no connection ({_named(error)}). Is the service running there, and is the address right?"
     if isinstance(error, httpx.ReadTimeout) and repeat is Repeat.IF_LOST:
         return f"{where}: no answer in time. It was not repeated, as the rollout may be running still: raise timeout_s."
     if not may_retry(error, repeat):
-        return f"{where}: the service may have accepted the request before the connection failed: it was not repeated."
-    return f"{where}: the connection kept failing."
+        lost = "the service may have accepted the request before the connection failed"
+        return f"{where}: {lost} ({_named(error)}): it was not repeated."
+    return f"{where}: the connection kept failing ({_named(error)})."
+
+
+def _named(error: Exception) -> str:
+    """Return the message of an error; timeouts have none."""
+    return str(error) or type(error).__name__
 
 
 def may_retry(outcome: httpx.Response | BaseException, repeat: Repeat) -> bool:

@@ -27,7 +27,13 @@ import httpx
 from rollout_service.client._http import CONNECT_S, WRITE_S, Http, Repeat, error_of, http_timeout, parse, retrying
 from rollout_service.client._parts import Part
 from rollout_service.client._tensors import Progress
-from rollout_service.errors import RolloutServiceError, VersionConflict
+from rollout_service.errors import (
+    InvalidDelta,
+    InvalidManifest,
+    QuantizationError,
+    RolloutServiceError,
+    VersionConflict,
+)
 from rollout_service.protocol.base import NEXT
 from rollout_service.protocol.upload import (
     PART_DIGEST_HEADER,
@@ -56,6 +62,8 @@ RETRY_S = 60.0
 """Time in seconds after which a listener that did not prove itself is asked again."""
 _KIND = {"Content-Type": "application/octet-stream"}
 _LARGEST_REPLY_BYTES = 1 << 20
+_REFUSED = (InvalidDelta, InvalidManifest, QuantizationError, VersionConflict)
+"""Errors of what was sent, and not of the way that it took."""
 
 
 class DirectListeners:
@@ -122,7 +130,10 @@ class DirectListener:
             raise RolloutServiceError(f"what answers at {self._url} is not the service")
 
     async def put(self, route: str, part: Part, headers: dict[str, str], threads: ThreadPoolExecutor) -> bool:
-        """Send a part, and return False if that failed for any reason. A plain connection uses one of ``threads``."""
+        """Send a part, and return False if it must go through the gateway. Raises the errors of ``_REFUSED``.
+
+        A plain connection uses one of ``threads``.
+        """
         headers, repeat = headers | {UPLOAD_KEY_HEADER: self._key}, Repeat.IDEMPOTENT_ONCE_CONNECTED
         if (plain := self._plain) is None:
             return await self._is_taken(_put(self._http, self._url + route, part, headers, repeat))
@@ -139,7 +150,7 @@ class DirectListener:
         return await self._is_taken(send())
 
     async def post(self, route: str, json: object) -> bool:
-        """Send JSON, and return False if that failed for any reason."""
+        """Send JSON, and return False if it must go through the gateway. Raises the errors of ``_REFUSED``."""
         return await self._is_taken(
             self._http.send(
                 "POST",
@@ -157,6 +168,8 @@ class DirectListener:
             return False
         try:
             await sending
+        except _REFUSED:
+            raise  # the gateway would forward the same to the same ingest
         except (httpx.TransportError, RolloutServiceError) as error:
             if not self._given_up:  # by another part
                 logger.warning(

@@ -1,5 +1,6 @@
 """Parts and batches go straight to the ingest where it is known to be the ingest, and the token to the gateway only."""
 
+import re
 import socket
 from collections.abc import Callable, Mapping
 
@@ -7,6 +8,7 @@ import httpx
 import pytest
 
 from rollout_service.client import RolloutClient, _part_sender
+from rollout_service.errors import QuantizationError, VersionConflict
 from rollout_service.protocol.upload import UPLOAD_KEY_HEADER, listener_proof
 from tests.unit.client.conftest import Tensors, stream_of
 from tests.unit.client.service import Service, forward
@@ -99,6 +101,18 @@ async def test_parts_that_the_listener_refuses_go_through_the_gateway(status, te
     assert not any("authorization" in headers for _, headers, _ in network.seen)
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["httpx", "plain"])
+@pytest.mark.parametrize("refused", [VersionConflict("pushed again"), QuantizationError("w[0] is nan")], ids=repr)
+async def test_weights_that_the_ingest_refuses_are_not_sent_again(service, direct, tensors, caplog, refused, plain):
+    service.upload_url = direct.url
+    direct.answers["PUT", "/v1/weights/5/parts/0"].append(refused)
+    transport = None if plain else httpx.AsyncHTTPTransport()
+    async with RolloutClient(service.url, transport=transport) as client:
+        with pytest.raises(type(refused), match=re.escape(refused.message)):
+            await client.push_weights(5, tensors, parallel_parts=1)
+    assert service.parts_sent() == [] and "takes nothing any more" not in caplog.text
+
+
 async def test_an_address_that_takes_no_connection_is_tried_once(service, tensors, caplog):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         service.upload_url = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -124,7 +138,8 @@ async def test_a_listener_that_failed_is_asked_again_later(tensors, caplog, monk
     network = Network("http://gateway.example", "http://10.0.0.7:40123", listener)
     await network.push(tensors)
     assert asked == 1  # in two pushes
-    assert "not directly to http://10.0.0.7:40123: ReadTimeout; it is asked again after 60 s" in caplog.text
+    assert "; it is asked again after 60 s" in caplog.text
+    assert "not directly to http://10.0.0.7:40123: ReadTimeout: GET http://10.0.0.7:40123/v1/weights" in caplog.text
     monkeypatch.setattr(_part_sender, "RETRY_S", 0.0)
     asked = 0
     await network.push(tensors)
