@@ -438,10 +438,14 @@ class _Upload:
     def __init__(self, folder: Path, config: bytes, begin: BeginAdapter) -> None:
         self.folder, self._begin = folder, begin
         self.touched_at = time.monotonic()
-        _make_folder(folder)
-        write_synced(folder / CONFIG_FILE, config)
-        with (folder / TENSORS_FILE).open("wb") as stream:
-            os.posix_fallocate(stream.fileno(), 0, begin.nbytes)
+        try:
+            _make_folder(folder)
+            write_synced(folder / CONFIG_FILE, config)
+            with (folder / TENSORS_FILE).open("wb") as stream:
+                os.posix_fallocate(stream.fileno(), 0, begin.nbytes)
+        except OSError:  # what a full disk has taken of it would stay until the next start
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self._missing = set(range(-(-begin.nbytes // ADAPTER_PART_BYTES)))
 
     @property

@@ -443,8 +443,10 @@ class Ingest:
         if version is None:
             return None
         summary = await self._summary(version)
-        assert summary.digest is not None, "it is committed"
-        return Head(version=version, digest=summary.digest, label=summary.label)
+        newest = self._log.head()
+        assert summary.digest is not None and newest is not None, "it is committed"
+        # of the newest version: the group may move past a rollback that it never served
+        return Head(version=version, digest=summary.digest, label=summary.label, rolled_back_at=newest.rolled_back_at)
 
     async def files(self, version: int) -> tuple[LogFile, ...]:
         """Return the files of a committed version, for a node without the log. Raises NotFound."""
@@ -482,7 +484,7 @@ class Ingest:
                 if (record := await self._uploads.committed(version)) is not None:
                     record.require_meant(request.upload_digest)
                 return await self._summary(version)
-            self._uploads.numbers.require_newer(version)
+            self._uploads.require_newer(version)
             staged = self._uploads.staged(version)
             if meant is not None:
                 self._uploads.require_staged(meant)
@@ -561,14 +563,16 @@ class Ingest:
         return summary
 
     async def _remove_old(self) -> None:
-        """Drop the versions that no replica and no staged delta needs."""
-        if not self._fleet.table.is_complete():
-            return
+        """Drop the versions that no replica and no staged delta needs. Logs errors: the commit itself has succeeded."""
         try:
-            versions = self._log.versions()
-        except LogUnreadable as error:  # the commit itself has succeeded; the next commit tries again
-            logger.warning("no version is removed now: %s", error)
-            return
+            if self._fleet.table.is_complete():
+                await self._remove_unneeded()
+        except (LogCorrupt, LogUnreadable) as error:
+            logger.warning("no version is removed now, and the next commit tries again: %s", error)
+
+    async def _remove_unneeded(self) -> None:
+        """Do the same. Raises LogCorrupt, LogUnreadable."""
+        versions = self._log.versions()
         pinned = {pin.version for pin in self._pins().values()}
         in_use = self._fleet.table.in_use() | self._uploads.needed | pinned
         if self.publisher is not None:
@@ -579,7 +583,7 @@ class Ingest:
             if version not in in_use:
                 try:
                     await asyncio.to_thread(self._drop, version)
-                except OSError as error:  # the commit itself has succeeded; the next commit tries again
+                except OSError as error:
                     logger.warning("version %d is not needed any more and cannot be removed yet: %s", version, error)
                 else:
                     kept.discard(version)

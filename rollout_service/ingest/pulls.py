@@ -109,5 +109,7 @@ class Pulls:
             await asyncio.to_thread(self.weights.settle, folder)
         except (RolloutServiceError, OSError) as error:  # the version does not need it, and the next delta tries again
             logger.warning("the trainer's weights in %s are not kept for the next delta: %s", folder, error)
+        except Exception:  # each later pull waits for this one, and would raise the same
+            logger.exception("the trainer's weights in %s are not kept for the next delta", folder)
         finally:
             self._released.set()

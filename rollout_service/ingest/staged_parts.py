@@ -39,7 +39,7 @@ class Incoming:
         """Map the place of the part, or open the file. Raises OSError."""
         self.memory = self._file.memory(self._offset, self.nbytes)
         if self.memory is None:  # a descriptor of its own: the upload may be discarded meanwhile
-            self._fd = os.open(self._file.path, os.O_WRONLY)
+            self._fd = self._file.descriptor()
 
     def write(self, start: int, data: memoryview) -> None:
         """Write a piece from offset ``start`` of the part on, if there is no memory. Raises OSError."""

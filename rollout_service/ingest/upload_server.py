@@ -45,7 +45,7 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.runtime.tls import require_certificate
 from rollout_service.store.buffers import ThreadBuffers
-from rollout_service.store.durable_io import DISK_FULL, no_room
+from rollout_service.store.durable_io import DISK_FULL, no_room, not_written
 from rollout_service.store.upload_record import UploadRecord
 from rollout_service.web.errors import validation_error
 
@@ -276,10 +276,10 @@ class UploadServer:
                 f"version {receipt.version} was discarded or committed before part {receipt.part} was complete"
             ) from error
         except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
             what = f"part {receipt.part} of version {receipt.version}"
-            raise no_room(what, staged.folder, receipt.nbytes) from error
+            if error.errno in DISK_FULL:
+                raise no_room(what, staged.folder.parent, receipt.nbytes) from error
+            raise not_written(f"{what} was not stored", error, "send it again") from error
         finally:
             incoming.close()
             if not incoming.ended.is_set():

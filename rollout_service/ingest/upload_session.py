@@ -205,6 +205,11 @@ class UploadSession:
         return self._phase is Phase.COMMITTED
 
     @property
+    def is_left(self) -> bool:
+        """Return True once the version was discarded, or its ingest ends."""
+        return self._phase is Phase.LEFT
+
+    @property
     def needs(self) -> int | None:
         """Return the version in the log from which this one is made; None: there is none."""
         return None if self._delta is None else self._delta.base
@@ -402,7 +407,8 @@ class UploadSession:
         """
         if missing := sorted(self.parts.missing):
             raise self.failure or UploadIncomplete(
-                f"version {self.begin.version} lacks {len(missing)} of {self.record.num_parts} parts",
+                f"version {self.begin.version} lacks {len(missing)} of {self.record.num_parts} parts: send them, and "
+                "commit it again",
                 {"missing_parts": missing[:1000]},
             )
         if self._may_miss_tensors:

@@ -109,6 +109,16 @@ class Uploads:
         """Return the reason why a staged version was dropped; None: it was not, or its trainer dropped it."""
         return self._dropped.get(version)
 
+    def require_newer(self, version: int) -> None:
+        """Raise VersionConflict unless ``version`` is above the newest one, with the reason if it was staged."""
+        try:
+            self.numbers.require_newer(version)
+        except VersionConflict as error:
+            if (why := self._dropped.get(version)) is None:
+                raise
+            what = f"version {version} is not newer than the newest committed version {self.numbers.newest}"
+            raise VersionConflict(f"{what}: {why}", error.detail) from error
+
     def _note_dropped(self, version: int, why: str) -> None:
         logger.warning("staged version %d is dropped: %s", version, why)
         self._dropped = {**dict(list(self._dropped.items())[1 - _MOST_DROPPED :]), version: why}
@@ -337,7 +347,10 @@ class Uploads:
     async def overtaken_by(self, version: int) -> None:
         """Drop staged versions with lower numbers than a committed version."""
         for older in [v for v in self._staged if v < version]:
-            why = f"version {version} is committed, and versions only grow: push it again as version {NEXT!r}"
+            why = (
+                f"version {version} is committed, and versions only grow: push it again as version {NEXT!r}, "
+                "and await each push before the next"
+            )
             self._note_dropped(older, why)
             await self._staged.pop(older).discard()
 

@@ -210,7 +210,7 @@ class WeightTransfer:
             if group.receiving:
                 raise WeightTransferFailed("tensors of the update before are being received: wait until they are")
             if update is not None and update.finishing is None:
-                if not update.announced and update.failure is None:
+                if not update.announced and update.failure is None and not update.staged.is_left:
                     return
                 await self._versions.drop_broadcast(update.staged)
             # while no update was finished, an empty announcement can only mean the tables of a failed one

@@ -1,11 +1,12 @@
 """The ingest's snapshot of the whole service for metrics."""
 
 import asyncio
+import logging
 import os
 import shutil
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 from rollout_service.config import ScalingConfig
@@ -14,6 +15,7 @@ from rollout_service.protocol.weights import ServiceState, WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
 
+logger = logging.getLogger(__name__)
 _MAX_COMMIT_TIMES = 1024
 """Number of commit times that are kept; those of older versions are dropped."""
 _ENDED = ("draining", "failed")
@@ -29,6 +31,7 @@ class FleetHistory:
         self._states: dict[str, ReplicaState] = {}
         self._starts = self._failures = 0
         self._free_bytes = 0
+        self._has_warned = False
 
     def add_known(self, replicas: frozenset[str]) -> None:
         """Add replicas known before this process started; not counted as new."""
@@ -72,27 +75,39 @@ class FleetHistory:
     def _measure_log(self, versions: list[int]) -> tuple[dict[int, float], int]:
         """Return the commit times of those versions that have none yet, and the size of the log in bytes.
 
-        What cannot be read is left out.
+        What cannot be read is left out, and the first such error is logged.
         """
         # the manifest is the last file that a commit writes before the version exists
         manifests = {v: self._log.folder(v) / MANIFEST_FILE for v in versions if v not in self._committed_at}
-        found = {v: _stat(path) for v, path in manifests.items()}
-        with suppress(OSError):  # the last known size stays
+        found = {v: _stat(path, self._note) for v, path in manifests.items()}
+        try:
             self._free_bytes = shutil.disk_usage(self._log.root).free
-        return {v: file.st_mtime for v, file in found.items() if file is not None}, folder_bytes(self._log.root)
+        except OSError as error:  # the last known size stays
+            self._note(error)
+        log_bytes = folder_bytes(self._log.root, self._note)
+        return {v: file.st_mtime for v, file in found.items() if file is not None}, log_bytes
+
+    def _note(self, error: OSError) -> None:
+        if not self._has_warned and not isinstance(error, FileNotFoundError):  # others are removed meanwhile
+            self._has_warned = True
+            logger.warning("metrics of the log leave out what cannot be read: %s; check the disk of the log", error)
 
 
-def folder_bytes(folder: Path) -> int:
-    """Return the size of all files, each counted once: a version and its rollback share files."""
-    names = (Path(parent, name) for parent, _, files in os.walk(folder) for name in files)
-    found = (file for path in names if (file := _stat(path)) is not None)
+def folder_bytes(folder: Path, note: Callable[[OSError], None]) -> int:
+    """Return the size of all files, each counted once: a version and its rollback share files.
+
+    ``note`` is called with the error of each path that cannot be read.
+    """
+    names = (Path(parent, name) for parent, _, files in os.walk(folder, onerror=note) for name in files)
+    found = (file for path in names if (file := _stat(path, note)) is not None)
     return sum({(file.st_dev, file.st_ino): file.st_size for file in found}.values())
 
 
-def _stat(path: Path) -> os.stat_result | None:
+def _stat(path: Path, note: Callable[[OSError], None]) -> os.stat_result | None:
     """Return None if the path is no file, or cannot be read."""
     try:
         found = path.stat()
-    except OSError:
+    except OSError as error:
+        note(error)
         return None
     return found if stat.S_ISREG(found.st_mode) else None

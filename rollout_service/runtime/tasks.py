@@ -45,11 +45,21 @@ class ShieldedTasks:
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def run(self, work: Coroutine[object, None, _Result]) -> _Result:
-        """Await ``work``."""
+        """Await ``work``. If the waiter is cancelled, a failure is logged."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_unheard)
+            raise
+
+
+def _log_unheard(task: asyncio.Task[object]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        trace = None if isinstance(error, RolloutServiceError) else error
+        logger.warning("a call whose caller has left has failed: %s", error, exc_info=trace)
 
 
 class RepeatedTask:

@@ -243,8 +243,10 @@ def not_written(what: str, error: OSError, otherwise: str) -> RolloutServiceErro
 def no_room(what: str, folder: Path, needed_bytes: int) -> InsufficientStorage:
     """Return the error for a full disk, with needed and free bytes."""
     free_bytes = shutil.disk_usage(folder).free
+    # what was written before the failure is removed by now, and is free again
+    why = "" if free_bytes < needed_bytes else ", which whole blocks, a quota or another writer take up"
     return InsufficientStorage(
-        f"{what} needs {needed_bytes} bytes, and {folder} has {free_bytes} free: make room there and send it again; "
-        "what is committed or staged stays",
+        f"{what} needs {needed_bytes} bytes, and {folder} has {free_bytes} free{why}: make room there and send it "
+        "again; what is committed or staged stays",
         {"needed_bytes": needed_bytes, "free_bytes": free_bytes},
     )

@@ -64,6 +64,16 @@ class StagedFile:
                 os.posix_fallocate(self._fd, offset, nbytes)
             return self._memory[offset : offset + nbytes]
 
+    def descriptor(self) -> int:
+        """Return a new descriptor for writing, which the caller closes. Raises FileNotFoundError once closed, OSError.
+
+        The path may already name the file of another upload of this version.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise FileNotFoundError(f"{self.path} was closed: its upload is over")
+            return os.dup(self._fd)
+
     def read(self, offset: int, nbytes: int) -> memoryview:
         """Return a range, as aligned as in the file. If the file is not mapped, this thread's next call overwrites it.
 
@@ -116,11 +126,11 @@ class StagedFile:
             if self._is_closed:
                 return
             self._is_closed, self._memory = True, None
+            os.close(self._fd)
         if self._registering is not None:
             self._registering.result()
         for unregister in self._unregister:
             unregister()
-        os.close(self._fd)
 
 
 class StagingSpace:
@@ -165,8 +175,9 @@ class StagingSpace:
             self._remove(before)
         try:
             file.rename(self._kept_at)
-        except FileNotFoundError:
-            file.close()
+        except OSError as error:  # the upload itself is over: the next one takes a new file
+            logger.info("%s is not kept for the next upload: %s", file.path, error)
+            self._remove(file)
             return
         if self._registered is not None:
             file.register(self._registered, self._threads)

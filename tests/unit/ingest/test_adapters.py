@@ -386,6 +386,17 @@ async def test_a_part_that_a_disk_did_not_take_is_refused(start, model, tmp_path
     assert type(failed.value) is error
 
 
+async def test_an_upload_without_room_leaves_no_files(start, model, tmp_path, monkeypatch):
+    ingest = await start(model, tmp_path / "log", **ADAPTERS)
+    begin = BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100)
+    with monkeypatch.context() as patch:
+        fail(patch, os, "posix_fallocate", errno.ENOSPC)
+        with pytest.raises(InsufficientStorage, match="adapter run-a needs 100 bytes"):
+            await ingest.begin_adapter("run-a", begin)
+    assert list((tmp_path / "log" / "adapters.staging").iterdir()) == []
+    assert (await ingest.begin_adapter("run-a", begin)).missing == (0,)
+
+
 async def test_adapters_of_a_replaced_log_stay(service, client, model):
     pushed = await push(client, model)
     origin = service.log.root / "ORIGIN"

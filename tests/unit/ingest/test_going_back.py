@@ -59,7 +59,9 @@ class TestNext:
         abandoned = await ingest.begin(announced(weights, uploader="gone"))
         status = await push(ingest, trainer, weights)
         assert (abandoned.version, status.version) == (1, 2)
-        with pytest.raises(VersionConflict, match=r"version 1 is not newer .* pushes the version 'next'"):
+        with pytest.raises(
+            VersionConflict, match=r"1 is not newer .*: version 2 is committed.*'next', and await each push before"
+        ):
             await ingest.commit(1, CommitUpload())
         with pytest.raises(NotFound, match="push it again as version 'next'"):
             ingest.staged(1)

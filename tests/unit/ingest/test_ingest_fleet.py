@@ -11,6 +11,7 @@ from rollout_service.errors import (
     Asleep,
     CommitTimeout,
     InsufficientStorage,
+    LogCorrupt,
     LogUnreadable,
     NotReady,
     Overtaken,
@@ -435,6 +436,36 @@ class TestFailingDisk:
             patch.setattr(FleetCoordinator, "follow", follow_and_fail)
             assert (await ingest.commit(1, CommitUpload())).version == (await told(ingest)).version == 1
 
+    @pytest.mark.parametrize("error", [LogUnreadable("EIO"), LogCorrupt("LATEST does not parse")], ids=str)
+    @pytest.mark.parametrize("reads", [1, 2, 3], ids=["versions", "pins", "drop"])
+    async def test_a_commit_stands_while_no_version_can_be_removed(
+        self, start, model, tmp_path, weights, monkeypatch, caplog, error, reads
+    ):
+        groups = {"old": {"version": 1}}
+        ingest = await start(model, tmp_path / "log", scaling={"groups": groups}, weights={"keep_versions": 2})
+        await ingest.report(replica("a", 0))
+        await push_labelled(ingest, 1, weights, None)
+        remove_old, head, left = ingest._remove_old, WeightLog.head, reads
+
+        def fail_later(log: WeightLog) -> Head | None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                raise error
+            return head(log)
+
+        async def remove_from_unreadable_log() -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(WeightLog, "head", fail_later)
+                await remove_old()
+
+        monkeypatch.setattr(ingest, "_remove_old", remove_from_unreadable_log)
+        await ingest.report(replica("a", 1, sequence=1))
+        await push_labelled(ingest, 2, weights, None)
+        await push_labelled(ingest, 3, weights, None)
+        assert await versions(ingest) == [0, 1, 2, 3] and left <= 0
+        assert f"no version is removed now, and the next commit tries again: {error}" in caplog.text
+
 
 class TestKeeping:
     async def test_old_versions_are_dropped_beyond_those_to_keep(self, ingest, trainer, weights, log):
@@ -553,6 +584,13 @@ class TestPins:
         assert [head and (head.version, head.label) for head in found] == [(1, "golden"), (1, "golden"), (3, "golden")]
         assert found[2] is not None and found[2].digest == (await pinning.status(3)).digest
         assert {name: pin.version for name, pin in (await pinning.fleet()).groups.items()} == {"eval": 3, "old": 1}
+
+    async def test_a_group_hears_of_rollbacks_before_its_version(self, pinning, weights):
+        await push_labelled(pinning, 1, weights, "golden")
+        await push_labelled(pinning, 2, {**weights, "model.norm.weight": weights["model.norm.weight"] + 1}, None)
+        await pinning.roll_back(RollBack(to=1, wait="none"))
+        await push_labelled(pinning, 4, weights, "golden")
+        assert (head := await pinning.pinned("eval")) is not None and (head.version, head.rolled_back_at) == (4, 3)
 
     async def test_pinned_versions_stay_on_disk(self, pinning, weights):
         for version, label in ((1, None), (2, "golden"), (3, None), (4, None), (5, None)):

@@ -200,6 +200,21 @@ async def test_a_repeated_pull_applies_nothing_twice(ingest, store, steps, model
     assert [status.version for status in await ingest.versions()] == [1, 2]
 
 
+async def test_a_base_that_is_not_kept_fails_no_later_pull(ingest, store, steps, model, monkeypatch, caplog):
+    def fail_unexpectedly(_: Path) -> None:
+        raise ZeroDivisionError
+
+    publish(store, 1, steps[0], steps[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(ingest.pulls.weights, "settle", fail_unexpectedly)
+        assert await pull(ingest, store, 1) == 1
+        await ingest.pulls.settled()
+    assert "are not kept for the next delta" in caplog.text and "ZeroDivisionError" in caplog.text
+    publish(store, 2, steps[1], steps[2])
+    assert await pull(ingest, store, 2) == 2
+    await require(ingest, 2, steps[2], model)
+
+
 async def test_a_delta_rewritten_under_its_number_is_read_anew(ingest, store, steps, model):
     for version in (1, 2):
         publish(store, version, steps[version - 1], steps[version])

@@ -1,7 +1,9 @@
 """One part over HTTP: taken once, checked, and refused with a reason."""
 
 import asyncio
+import errno
 import math
+import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -35,6 +37,7 @@ from rollout_service.runtime.tls import tls_context
 from rollout_service.store.log import WeightLog
 from rollout_service.store.upload_record import STAGED_FILE
 from tests.support.certificates import make_certificate
+from tests.unit.ingest.faults import fail
 from tests.unit.ingest.trainer import (
     Trainer,
     Weights,
@@ -273,6 +276,13 @@ class TestBadMoments:
             reply.status_code == 404 and "was discarded before part 0 was complete" in reply.json()["error"]["message"]
         )
         assert list((log.root / "staging").iterdir()) == []
+
+    async def test_a_part_that_cannot_be_stored_says_why(self, trainer, plan, parts, monkeypatch):
+        fail(monkeypatch, os, "dup", errno.EMFILE)
+        reply = await trainer.put(1, 0, parts[0])
+        message = reply.json()["error"]["message"]
+        assert reply.status_code == 500
+        assert message.startswith("part 0 of version 1 was not stored: ") and message.endswith("; send it again")
 
     async def test_a_part_repeated_during_the_commit_gets_its_receipt(self, trainer, ingest, parts, log, monkeypatch):
         for number, part in enumerate(parts):

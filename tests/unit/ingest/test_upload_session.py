@@ -32,6 +32,7 @@ from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerReci
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import StoredTensor
+from rollout_service.store.staged_file import StagingSpace
 from tests.support.models import EMBEDDING, LM_HEAD
 from tests.unit.ingest.trainer import (
     PART_BYTES,
@@ -207,6 +208,29 @@ class TestDiscard:
             incoming.open()
         with pytest.raises(NotFound, match="version 1 was discarded before part 0 was complete"):
             await staged.accept(incoming, "digest")
+
+    @pytest.mark.parametrize("is_mapped", [False, True], ids=["on a disk", "in memory"])
+    async def test_a_late_part_is_not_written_into_the_next_upload(
+        self, model, weights, tmp_path, memory, executor, is_mapped
+    ):
+        resources = resources_of(model, executor)
+        if is_mapped:
+            resources.space = StagingSpace(memory / "kept")
+        folder = (memory if is_mapped else tmp_path) / "1"
+        before = UploadSession(begin_of(1, weights), folder, resources)
+        data = parts_of(weights)[0]
+        late = await before.begin_part(0, len(data), "digest", "", lambda: None)
+        await before.discard()
+        staged = UploadSession(begin_of(1, weights), folder, resources)
+        await accept(staged, 0, data)
+        assert late is not None
+        with pytest.raises(FileNotFoundError, match="its upload is over"):
+            late.open()
+        late.write(0, memoryview(bytes(len(data))))
+        late.close()
+        assert bytes(staged.parts.read(0, 0, len(data))) == data
+        await staged.discard()
+        resources.space.close()
 
     async def test_what_an_earlier_upload_left_in_the_folder_is_removed(self, model, weights, tmp_path, executor):
         for folder in (tmp_path / "1", tmp_path / "1.parts"):

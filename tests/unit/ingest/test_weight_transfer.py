@@ -225,6 +225,11 @@ class TestOutOfOrder:
         with pytest.raises(VersionConflict, match=f"not newer than the newest committed version {newest + more}"):
             await ingest.transfer.finish(None)
 
+    async def test_a_repeated_start_replaces_an_overtaken_update(self, ingest, joined, newest, weights):
+        await ingest.transfer.start()
+        await Trainer(ingest).push(newest + 1, weights)
+        assert (await push(ingest, joined, weights)).version == newest + 2
+
     @pytest.mark.parametrize("label", [None, "run/step-7", "not a label"])
     async def test_an_upload_of_its_number_is_not_committed_for_it(self, ingest, joined, newest, weights, label):
         await ingest.transfer.start()

@@ -94,7 +94,7 @@ async def test_the_log_is_as_large_as_its_files_whether_the_disk_answers_or_not(
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES])
-async def test_one_unreadable_file_is_left_out(tmp_path, monkeypatch, number):
+async def test_one_unreadable_file_is_left_out(tmp_path, monkeypatch, caplog, number):
     seen, stat, read = history(tmp_path), Path.stat, os.scandir
     versions = tuple(commit(tmp_path, version, at=10.0 * version) for version in (1, 2, 3))
     broken = {str(tmp_path / "1" / MANIFEST_FILE), str(tmp_path / "3")}
@@ -112,7 +112,10 @@ async def test_one_unreadable_file_is_left_out(tmp_path, monkeypatch, number):
     with monkeypatch.context() as disk:
         disk.setattr(Path, "stat", failing_stat)
         disk.setattr(os, "scandir", failing_scandir)
-        state = await seen.state(FLEET, versions)
+        for _ in range(2):
+            state = await seen.state(FLEET, versions)
     assert (state.committed_at, state.log_bytes) == ({2: 20.0, 3: 30.0}, 10)
+    [warning] = caplog.messages
+    assert "leave out what cannot be read" in warning and str(tmp_path / "1") in warning
     state = await seen.state(FLEET, versions)
     assert (state.committed_at, state.log_bytes) == ({1: 10.0, 2: 20.0, 3: 30.0}, 30)

@@ -1,6 +1,7 @@
 """Work that outlives its callers, and waiting for what others change."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -37,6 +38,26 @@ class TestWatches:
 
 
 class TestShieldedTasks:
+    @pytest.mark.parametrize(("error", "has_trace"), [(NotReady("ending"), False), (KeyError("ours"), True)], ids=repr)
+    async def test_a_failure_whose_caller_has_left_is_logged_once(self, caplog, error, has_trace):
+        go_on, shielded = asyncio.Event(), ShieldedTasks()
+
+        async def fail() -> None:
+            await go_on.wait()
+            raise error
+
+        caller = asyncio.create_task(shielded.run(fail()))
+        await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.wait([caller])
+        go_on.set()
+        while shielded._tasks:
+            await asyncio.sleep(0)
+        gc.collect()
+        [record] = caplog.records
+        assert record.message == f"a call whose caller has left has failed: {error}"
+        assert (record.exc_info is not None) == has_trace
+
     async def test_whoever_stays_gets_the_result_or_the_error(self):
         async def answer(error: Exception | None) -> int:
             if error is not None:

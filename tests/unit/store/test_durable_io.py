@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 
 from rollout_service.errors import LogLocked
 from rollout_service.store import durable_io
-from rollout_service.store.durable_io import WriterLock, is_unlocked, lock_shared, remove_tree, write_sealed
+from rollout_service.store.durable_io import WriterLock, is_unlocked, lock_shared, no_room, remove_tree, write_sealed
 
 
 @pytest.fixture
@@ -52,6 +53,13 @@ def test_a_full_disk_leaves_the_lock_to_the_next_attempt(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space left"):
             WriterLock(tmp_path).acquire(0)
     WriterLock(tmp_path).acquire(0).release()
+
+
+@pytest.mark.parametrize(("free", "why"), [(99, ""), (100, ", which whole blocks, a quota or another writer take up")])
+def test_the_error_of_a_full_disk_does_not_contradict_itself(tmp_path, monkeypatch, free, why):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1000, 1000 - free, free))
+    error = no_room("version 5", tmp_path, 100)
+    assert error.message.startswith(f"version 5 needs 100 bytes, and {tmp_path} has {free} free{why}: make room there")
 
 
 def test_a_file_system_without_locks_keeps_no_file_open(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The file of an upload: received into, read, and kept in a tmpfs for the next upload."""
 
+import errno
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from rollout_service.store import staged_file
 from rollout_service.store.staged_file import StagedFile, StagingSpace
+from tests.unit.ingest.faults import fail
 
 
 @pytest.fixture
@@ -94,6 +96,15 @@ def test_memory_that_cannot_be_registered_is_used_as_it_is(memory, caplog):
         space.release(file, keep=True)
     space.close()
     assert caplog.text.count("no room") == 1
+
+
+def test_a_file_that_cannot_be_kept_is_removed(space, memory, monkeypatch):
+    file = space.open(memory / "1", 8)
+    fail(monkeypatch, Path, "rename", errno.ENOSPC)
+    space.release(file, keep=True)
+    assert list(memory.iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        file.descriptor()
 
 
 def test_a_disk_keeps_nothing(tmp_path):
