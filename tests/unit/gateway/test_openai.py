@@ -15,7 +15,7 @@ from rollout_service.errors import LONGEST_REASON, NonFiniteLogprob, Overloaded
 from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.generate import spans as spans_of
 from rollout_service.gateway.openai import routes
-from rollout_service.gateway.openai.routes import MAX_PARTS, MAX_VALUES
+from rollout_service.gateway.openai.routes import MAX_NUMBERS, MAX_PARTS, MAX_VALUES
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.prompts import BYTES_PER_TOKEN
 from rollout_service.protocol.rollout import Completion, Rollout, Span
@@ -478,9 +478,17 @@ class TestSize:
         text = [{"role": "user", "content": "a" * (BYTES_PER_TOKEN * 512 + 1)}]
         messages = [{"role": "user", "content": "a"}] * MAX_PARTS
         parts: list[Any] = [{"role": "user", "content": [part] * MAX_PARTS}]
-        for asked in (text, messages, parts, [{"a" * (BYTES_PER_TOKEN * 512): "b"}], [1] * MAX_VALUES):
+        for asked in (text, messages, parts, [{"a" * (BYTES_PER_TOKEN * 512): "b"}], [None] * MAX_VALUES):
             reply = await chat_http.post(path, json={"model": "tiny", "max_tokens": 9, field: asked})
             assert reply.status_code == 400 and reply.json()["error"]["type"] == "ContextTooLong", reply.text
+
+    async def test_token_ids_that_messages_bring_back_have_a_bound_of_their_own(self, chat_http):
+        async def status_of(count: int) -> int:
+            turn = {"role": "assistant", "content": "a", "prompt_token_ids": [1] * count}
+            body = asked_of("chat/completions", messages=[*HELLO, turn, *HELLO])
+            return (await chat_http.post("/v1/chat/completions", json=body)).status_code
+
+        assert [await status_of(count) for count in (2 * MAX_VALUES, MAX_NUMBERS)] == [200, 400]
 
     @pytest.mark.parametrize(
         ("path", "message"),
