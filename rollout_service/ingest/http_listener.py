@@ -223,6 +223,8 @@ class HTTPListener(socketserver.TCPServer):
         super().__init__((host, port), _Connection)
         self._tls, self._max = tls, max_connections
         self._open: dict[threading.Thread, socket.socket] = {}
+        self._threads: list[threading.Thread] = []
+        """Those of ``_open``, and those that are about to end."""
         self._waiting: dict[socket.socket, None] = {}
         """Connections that wait for their clients, the longest first: for a handshake, a whole head, the receipt of a
         reply, or the rest of a refused body."""
@@ -256,13 +258,12 @@ class HTTPListener(socketserver.TCPServer):
             self._acceptor.join()
         self.server_close()
         with self._changed:
-            threads = list(self._open)
             for waiting in self._waiting:
                 _shut(waiting)
             self._changed.wait_for(lambda: not self._open, timeout=grace_s)
             for connection in self._open.values():
                 _shut(connection)
-        for thread in threads:
+        for thread in self._threads:
             thread.join()
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
@@ -292,6 +293,7 @@ class HTTPListener(socketserver.TCPServer):
             thread = threading.Thread(target=self._serve, args=(request, client_address), name="upload", daemon=True)
             self._open[thread] = request
             thread.start()
+            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
     def _serve(self, connection: socket.socket, peer: tuple[str, int]) -> None:
         try:
