@@ -105,11 +105,18 @@ class UnloadAdapter(Frozen):
     lora_int_id: int | None = None
 
 
+def _parsed(lora_name: str) -> tuple[str, int | None]:
+    """Return the name and the version in a ``VersionedName``."""
+    named = read_adapter_name(lora_name)
+    assert named is not None, "the pattern of VersionedName is narrower"
+    return named
+
+
 async def load_adapter(body: LoadAdapter, services: Here) -> PlainTextResponse:
     """Load a folder as the newest version of an adapter. Answers when every live replica holds it."""
     if body.is_3d_lora_weight:
         raise BadRequest("is_3d_lora_weight: adapters of routed experts are not served: leave them out")
-    name, version = read_adapter_name(body.lora_name) or (body.lora_name, None)
+    name, version = _parsed(body.lora_name)
     how = CommitAdapter(path=body.lora_path, wait="all", version=NEXT if version is None else version)
     await services.ingest.commit_adapter(name, how)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -123,7 +130,7 @@ for _path in ("/v1/load_lora_adapter", "/load_lora_adapter"):  # vLLM's, TRL's a
 @router.post("/unload_lora_adapter", responses=_SAID | documented(NotFound))
 async def unload_adapter(body: UnloadAdapter, services: Here) -> PlainTextResponse:
     """Remove all versions of an adapter, if the newest or none is named. Running rollouts finish."""
-    name, version = read_adapter_name(body.lora_name) or (body.lora_name, None)
+    name, version = _parsed(body.lora_name)
     versions = [each.version for each in await services.ingest.adapters() if each.name == name]
     if version is not None and version not in versions:
         raise NotFound(f"adapter {name} has no version {version}: GET /v1/adapters lists all")

@@ -224,7 +224,7 @@ class HTTPListener(socketserver.TCPServer):
         self._tls, self._max = tls, max_connections
         self._open: dict[threading.Thread, socket.socket] = {}
         self._threads: list[threading.Thread] = []
-        """Those of ``_open``, and those that are about to end."""
+        """The threads of ``_open``, and threads that have given their place back and are about to end."""
         self._waiting: dict[socket.socket, None] = {}
         """Connections that wait for their clients, the longest first: for a handshake, a whole head, the receipt of a
         reply, or the rest of a refused body."""

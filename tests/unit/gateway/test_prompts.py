@@ -153,31 +153,35 @@ class TestText:
         tokenizer.gate.set()
         assert len((await text)["prompt_token_ids"]) == 2
 
-    async def test_many_texts_leave_the_tokenizer_to_others(self, services, monkeypatch):
+    @pytest.fixture
+    def gated(self, services, monkeypatch):
+        """Services whose gated tokenizer takes one text at a time."""
         monkeypatch.setattr(prompts, "_tokenizing", ThreadPoolExecutor(1))
         monkeypatch.setattr(prompts, "_TOKENIZED_AT_ONCE", 1)
-        tokenizer = GatedTokenizer(services.tokenizer)
-        gated = replace(services, tokenizer=tokenizer)
-        many = asyncio.create_task(tokenize(["aa", "ab", "ac"], gated, add_special_tokens=False))
-        await asyncio.to_thread(tokenizer.entered.wait)
+        return replace(services, tokenizer=GatedTokenizer(services.tokenizer))
+
+    async def test_many_texts_leave_the_tokenizer_to_others(self, gated):
+        many, tokenizer = await begin_many(gated), gated.tokenizer
         one = asyncio.create_task(tokenize(["b"], gated, add_special_tokens=False))
         await asyncio.sleep(0)  # its text is queued
         tokenizer.gate.set()
         await asyncio.gather(many, one)
         assert tokenizer.encoded == ["aa", "b", "ab", "ac"]
 
-    async def test_texts_of_a_client_that_left_are_not_tokenized(self, services, monkeypatch):
-        monkeypatch.setattr(prompts, "_tokenizing", ThreadPoolExecutor(1))
-        monkeypatch.setattr(prompts, "_TOKENIZED_AT_ONCE", 1)
-        tokenizer = GatedTokenizer(services.tokenizer)
-        gated = replace(services, tokenizer=tokenizer)
-        left = asyncio.create_task(tokenize(["aa", "ab", "ac"], gated, add_special_tokens=False))
-        await asyncio.to_thread(tokenizer.entered.wait)
+    async def test_texts_of_a_client_that_left_are_not_tokenized(self, gated):
+        left, tokenizer = await begin_many(gated), gated.tokenizer
         left.cancel()
         await asyncio.wait([left])
         tokenizer.gate.set()
         await tokenize(["b"], gated, add_special_tokens=False)
         assert tokenizer.encoded == ["aa", "b"]
+
+
+async def begin_many(gated: Any) -> asyncio.Task[list[tuple[int, ...]]]:
+    """Begin to tokenize three texts, the first of which waits for the gate."""
+    many = asyncio.create_task(tokenize(["aa", "ab", "ac"], gated, add_special_tokens=False))
+    await asyncio.to_thread(gated.tokenizer.entered.wait)
+    return many
 
 
 class GatedTokenizer:
