@@ -128,12 +128,19 @@ class _Connection(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         """Wait for a request and answer it."""
-        self.server.note_waiting(self.connection)
+        self.connection.settimeout(0)
+        head = b""
+        with suppress(ssl.SSLWantReadError):
+            head = self.rfile.peek()
+        self._waits = b"\r\n\r\n" not in head
+        if self._waits:
+            self.server.note_waiting(self.connection)
         self.connection.settimeout(IDLE_S)
         super().handle_one_request()
 
     def _answer(self) -> None:
-        self.server.note_busy(self.connection)
+        if self._waits:
+            self.server.note_busy(self.connection)
         length = self.headers.get("Content-Length", "0")
         # the lines after a malformed one, such as "Content-Length : 5", would be read as the next request
         if any(isinstance(defect, MissingHeaderBodySeparatorDefect) for defect in self.headers.defects):
@@ -171,20 +178,23 @@ class _Connection(BaseHTTPRequestHandler):
         self._discard(Body(self, MAX_DISCARDED_BYTES))
 
     def _send(self, reply: Reply, *, close: bool) -> None:
-        if not self.server.is_stopping:  # which would close the connection
-            self.server.note_waiting(self.connection)
-        self.connection.settimeout(READ_S)
-        self.send_response_only(reply.status)
-        for name, value in reply.headers:
-            self.send_header(name, value)
+        self.close_connection = self.close_connection or close
+        headers = [*reply.headers]
         if reply.status != 204:  # 204 must not have a body or a Content-Length
-            self.send_header("Content-Length", str(len(reply.body)))
-            self.send_header("Content-Type", "application/json")
+            headers += [("Content-Length", str(len(reply.body))), ("Content-Type", "application/json")]
         if close:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(reply.body)
+            headers.append(("Connection", "close"))
+        head = [f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}", *(f"{k}: {v}" for k, v in headers)]
+        unsent = memoryview("\r\n".join([*head, "", ""]).encode("latin-1") + reply.body * (self.command != "HEAD"))
+        # Only a client that does not read its reply may lose it to another connection: the socket is full then.
+        self.connection.settimeout(0)
+        with suppress(BlockingIOError, ssl.SSLWantWriteError):
+            unsent = unsent[self.connection.send(unsent) :]
+        if unsent:
+            if not self.server.is_stopping:  # which would close the connection
+                self.server.note_waiting(self.connection)
+            self.connection.settimeout(READ_S)
+            self.connection.sendall(unsent)
 
     def _discard(self, body: Body) -> None:
         """Read and drop the rest of a refused body, up to a limit.
@@ -258,8 +268,8 @@ class HTTPListener(socketserver.TCPServer):
             self._acceptor.join()
         self.server_close()
         with self._changed:
-            for waiting in self._waiting:
-                _shut(waiting)
+            while self._waiting:
+                _shut(self._waiting.popitem()[0])
             self._changed.wait_for(lambda: not self._open, timeout=grace_s)
             for connection in self._open.values():
                 _shut(connection)
@@ -331,9 +341,11 @@ class HTTPListener(socketserver.TCPServer):
                 self._changed.notify_all()
 
     def note_busy(self, connection: socket.socket) -> None:
-        """Note that a connection has a request to answer."""
+        """Note that a waiting connection has a request to answer. Raises CutOff if it was closed while it waited."""
         with self._changed:
-            self._waiting.pop(connection, None)
+            if connection not in self._waiting:
+                raise CutOff("it was closed for another connection, or because the listener stops")
+            del self._waiting[connection]
 
 
 def _shut(connection: socket.socket) -> None:

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -62,6 +62,13 @@ def replies_to(request: bytes, handle: Handle = echo) -> bytes:
 
 def all_of(caller: socket.socket) -> bytes:
     return b"".join(iter(lambda: caller.recv(1 << 16), b""))
+
+
+def reply_or_nothing(caller: socket.socket) -> bytes:
+    """Return what came first, or nothing if the connection was closed before."""
+    with suppress(ConnectionError):
+        return caller.recv(1000)
+    return b""
 
 
 def bodies_of(replies: bytes) -> list[dict[str, object]]:
@@ -223,3 +230,16 @@ class TestConnections:
             gate.open.set()
             for caller in callers:
                 assert caller.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+    def test_every_request_that_is_handled_is_answered(self):
+        for _ in range(20):
+            gate = Gate()
+            gate.open.set()
+            with ExitStack() as stack:
+                port = stack.enter_context(listening(gate))
+                callers = [self.connect(stack, port, GET) for _ in range(10)]
+                answered = sum(reply_or_nothing(caller).startswith(b"HTTP/1.1 200 ") for caller in callers)
+            handled = 0
+            while gate.entered.acquire(blocking=False):
+                handled += 1
+            assert answered == handled
