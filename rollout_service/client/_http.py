@@ -196,9 +196,9 @@ def request_body(kind: type[Body], **fields: object) -> Body:
 
 
 def parse(kind: type[Model], response: httpx.Response) -> Model:
-    """Parse a reply's JSON as ``kind``. Raises RolloutServiceError if it does not match."""
+    """Parse a reply's JSON as ``kind``, without fields of a newer service. Raises RolloutServiceError otherwise."""
     try:
-        return TypeAdapter(kind).validate_json(response.content)
+        return TypeAdapter(kind).validate_json(response.content, extra="ignore")
     except ValidationError as error:
         raise RolloutServiceError(
             f"{response.request.method} {response.request.url} answered {response.status_code} with a body that "

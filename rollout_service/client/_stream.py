@@ -178,7 +178,7 @@ class RolloutStream:
             data = json.loads(event)
             if "error" in data:
                 raise from_wire(200, data)
-            chunk = GenerateChunk.model_validate(data)
+            chunk = GenerateChunk.model_validate(data, extra="ignore")  # as in parse
             if unknown := {choice.index for choice in chunk.choices} - set(range(len(self._pieces))):
                 raise ValueError(f"completion {min(unknown)} came for n={len(self._pieces)}")
         except ValueError as error:

@@ -1,6 +1,7 @@
 """A service for tests of the client: a real HTTP server that keeps the contract of uploads, in memory, no engine."""
 
 import asyncio
+import json
 import threading
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -69,6 +70,8 @@ class Service:
         self.headers: list[tuple[str, Mapping[str, str]]] = []
         """Path and headers of every request."""
         self.token: str | None = None
+        self.is_newer = False
+        """Replies have fields that the client does not know."""
         self.part_bytes = 1024
         self.recipe = TrainerRecipe(weights="fp8_block")
         """What trainers are told; by default that nothing is quantized."""
@@ -129,7 +132,10 @@ class Service:
                     if isinstance(answer, RolloutServiceError):
                         raise answer
                     return answer
-                return await handler(request)
+                answer = await handler(request)
+                if self.is_newer and answer.body:
+                    return JSONResponse(_with_more(json.loads(answer.body)), answer.status_code)
+                return answer
             except RolloutServiceError as error:
                 return error_response(error)
 
@@ -256,6 +262,16 @@ def generate_reply(body: dict[str, Any]) -> dict[str, Any]:
         "attempts": 2,
     }
     return reply | {"prompt_token_ids": [ord(c) for c in body["prompt"]]} if text else reply
+
+
+def _with_more(reply: Any, *, is_map: bool = False) -> Any:
+    """Return a reply with one more field in each of its objects, except maps."""
+    if isinstance(reply, list):
+        return [_with_more(value) for value in reply]
+    if not isinstance(reply, dict):
+        return reply
+    fields = {name: _with_more(value, is_map=name == "digests") for name, value in reply.items()}
+    return fields if is_map else fields | {"new_field": {"new": 1}}
 
 
 def error_response(error: RolloutServiceError) -> Response:

@@ -308,6 +308,14 @@ async def test_a_stream_has_the_likeliest_tokens_of_all_pieces():
     assert [[list(each) for each in row] for row in completion.top_logprobs or ()] == likeliest
 
 
+async def test_a_newer_service_may_stream_more_fields():
+    piece = choice(0, 0, 7, end="stop")
+    piece["choices"][0]["new_field"] = piece["new_field"] = 1
+    scripted = Scripted(lambda _: [piece, LAST])
+    async with RolloutClient(URL, transport=scripted) as client, client.generate_stream([1]) as stream:
+        assert [piece.token_ids async for piece in stream] == [(7,)]
+
+
 async def test_a_rest_that_breaks_after_its_last_token_has_ended():
     def script(body: Body) -> list[Step]:
         start = len(body.get("partial_token_ids", ()))

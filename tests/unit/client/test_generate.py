@@ -173,6 +173,14 @@ class TestFailures:
         with pytest.raises(RolloutServiceError, match=complaint):
             await client.generate([1])
 
+    async def test_a_newer_service_may_reply_with_more_fields(self, service, client, tensors):
+        rollout = await client.generate([1], n=2)
+        service.is_newer = True
+        assert await client.generate([1], n=2, request_id=rollout.request_id) == rollout
+        status = await client.push_weights(5, tensors)
+        assert (status.version, status.state) == (5, "live")
+        assert [each.version for each in await client.weights()] == [5]
+
 
 class TestBatch:
     async def test_a_batch_keeps_the_order_of_its_prompts(self, service, client):
