@@ -190,7 +190,13 @@ class NotReady(RolloutServiceError):
     """The service is still starting, or no replica is live."""
 
     http_status = 503
-    retry_after_s = 2.0
+    retry_after_s: ClassVar[float | None] = 2.0
+
+
+class ControlTimeout(NotReady):
+    """Not every replica has obeyed a pause, resume, sleep or wake-up in time; they go on trying."""
+
+    retry_after_s = None  # clients would repeat the call, which may undo a later one
 
 
 class DeploymentFailed(NotReady):

@@ -161,7 +161,7 @@ class Group:
         """The completions so far, without the tokens that ``_streams`` have read."""
         self._streams: dict[int | None, RolloutStream] = {}
         """The open streams, by completion index. The key None is the stream of all completions."""
-        self._attempts, self._replica_id = prompt.attempts, _last_replica(self._completions)
+        self._attempts, self._replica_id = prompt.attempts, ""
         self._truncated, self._cached_tokens = prompt.truncated_sampling, 0
         self._require_continuable()
 
@@ -300,7 +300,7 @@ class Group:
             request_id=self._before.request_id,
             prompt_token_ids=self._prompt_token_ids or (),
             completions=tuple(self._completions),
-            replica_id=self._replica_id,
+            replica_id=self._replica_id or _last_replica(self._completions),
             attempts=max(1, self._attempts),
             cached_tokens=self._cached_tokens,
             truncated_sampling=self._truncated,

@@ -67,7 +67,7 @@ class ControlCalls:
         """Stop sampling on every replica. ``wait`` lets running rollouts finish first, ``abort`` ends them.
 
         A pause replaces an earlier pause with another mode. Raises Overtaken if another pause or a resume arrives
-        before every replica has paused. Raises NotReady after ten minutes.
+        before every replica has paused. Raises ControlTimeout after ten minutes.
         """
         await self._switch("/pause", mode=mode)
 

@@ -109,7 +109,7 @@ class Http:
         headers: Mapping[str, str] | None = None,
         stream: bool = False,
     ) -> httpx.Response:
-        """Send a request and return its 2xx reply.
+        """Send a request and return its 2xx reply, or the 404 of a repeated DELETE.
 
         Args:
             url: relative to the service's address, or absolute.
@@ -131,15 +131,21 @@ class Http:
             )
             response = await self._client.send(request, stream=stream)
             if not response.is_success:
-                await response.aread()
+                try:
+                    await response.aread()
+                finally:  # httpx keeps the connection of a streamed reply that breaks off
+                    await response.aclose()
             return response
 
+        attempts = retrying(repeat, self.retries)
         try:
-            response: httpx.Response = await retrying(repeat, self.retries)(attempt)
+            response: httpx.Response = await attempts(attempt)
         except httpx.TransportError as error:
             error.args = (_explain(error, method, url, self.url, repeat),)
             raise
-        if not response.is_success:
+        # a process that died, or a gateway that ended, may have done what it answered with 503
+        is_deleted = method == "DELETE" and response.status_code == 404 and attempts.statistics["attempt_number"] > 1
+        if not response.is_success and not is_deleted:
             raise error_of(response)
         return response
 

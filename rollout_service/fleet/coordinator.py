@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import get_args
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import Asleep, CommitTimeout, LogCorrupt, NotReady, Overtaken
+from rollout_service.errors import Asleep, CommitTimeout, ControlTimeout, LogCorrupt, NotReady, Overtaken
 from rollout_service.fleet.registry import FleetTable
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.protocol.adapters import AdapterVersion
@@ -170,7 +170,7 @@ class FleetCoordinator:
     ) -> None:
         """Pause or resume every replica, including later ones; returns once all live ones have.
 
-        ``on_abort``, ``clear_cache``: see ``Control``. Sleeping engines are paused. Raises NotReady after
+        ``on_abort``, ``clear_cache``: see ``Control``. Sleeping engines are paused. Raises ControlTimeout after
         ``timeout_s``, Overtaken after a different request, or Asleep for resuming engines that are asleep.
         """
 
@@ -352,7 +352,7 @@ class FleetCoordinator:
                 f"before every replica was {asked}, something else was asked for, which holds: GET /v1/fleet says what"
             )
         if not reached:
-            raise NotReady(
+            raise ControlTimeout(
                 f"not every replica is {asked} after {timeout_s} s; they go on trying",
                 {"replicas": [status.model_dump(mode="json") for status in self.table.live()]},
             )

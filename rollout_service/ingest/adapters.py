@@ -32,7 +32,6 @@ from rollout_service.protocol.adapters import (
     ADAPTER_PART_BYTES,
     CONFIG_FILE,
     TENSORS_FILE,
-    AdapterOptions,
     AdapterStatus,
     AdapterUpload,
     AdapterVersion,
@@ -230,11 +229,14 @@ class AdapterIngest:
         await self._fleet.follow_adapters()
         return adapter
 
-    def _newest_if_same(self, name: str, options: AdapterOptions, digest: str | None) -> AdapterVersion | None:
-        """Return the newest version, if it has these files and is the requested one."""
+    def _newest_if_same(self, name: str, request: CommitAdapter, digest: str | None) -> AdapterVersion | None:
+        """Return the newest version, if it has these files or is this rollback, and is the requested version."""
         newest = self.newest(name)
-        is_same = newest is not None and newest.digest == digest and options.version in (NEXT, newest.version)
-        return newest if is_same else None
+        if newest is None or request.version not in (NEXT, newest.version):
+            return None
+        # after this rollback, the older version may have been removed
+        is_rollback = request.rollback_to is not None and request.rollback_to == newest.rollback_of
+        return newest if is_rollback or newest.digest == digest else None
 
     @exclusive
     async def _sweep(self) -> None:
@@ -322,16 +324,16 @@ class AdapterIngest:
             self._forget_removed()
 
     def _take_in(
-        self, name: str, options: AdapterOptions, staged: Path, digest: str, rank: int, head: Head
+        self, name: str, request: CommitAdapter, staged: Path, digest: str, rank: int, head: Head
     ) -> AdapterVersion:
         """Commit a checked adapter for the weights of ``head``. The newest version is returned instead if it has the
         same files. Raises VersionConflict, InsufficientStorage, OSError."""
-        if (same := self._newest_if_same(name, options, digest)) is not None:
+        if (same := self._newest_if_same(name, request, digest)) is not None:
             shutil.rmtree(staged, ignore_errors=True)
             return same
         newest = self.newest(name)
         last = -1 if newest is None else newest.version
-        number = max(1, last + 1) if options.version == NEXT else int(options.version)
+        number = max(1, last + 1) if request.version == NEXT else int(request.version)
         if number > MAX_VERSION:
             raise VersionConflict(
                 f"adapter {name} has version {last}, the last that there can be: DELETE /v1/adapters/{name}, which "
@@ -351,7 +353,8 @@ class AdapterIngest:
             base_digest=head.digest,
             rank=rank,
             nbytes=(staged / TENSORS_FILE).stat().st_size,
-            label=options.label,
+            label=request.label,
+            rollback_of=request.rollback_to,
         )
         with self._needing(f"adapter {newest}, which is not committed,", newest.nbytes):
             self._store.take_in(newest, staged)

@@ -191,10 +191,13 @@ class _Connection(BaseHTTPRequestHandler):
         with suppress(BlockingIOError, ssl.SSLWantWriteError):
             unsent = unsent[self.connection.send(unsent) :]
         if unsent:
-            if not self.server.is_stopping:  # which would close the connection
+            may_lose = not self.server.is_stopping  # a stop would close the connection at once
+            if may_lose:
                 self.server.note_waiting(self.connection)
             self.connection.settimeout(READ_S)
             self.connection.sendall(unsent)
+            if may_lose:
+                self.server.note_busy(self.connection)
 
     def _discard(self, body: Body) -> None:
         """Read and drop the rest of a refused body, up to a limit.
@@ -301,8 +304,8 @@ class HTTPListener(socketserver.TCPServer):
                 request.close()
                 return
             thread = threading.Thread(target=self._serve, args=(request, client_address), name="upload", daemon=True)
+            thread.start()  # an error, such as for too many threads, must leave no place taken
             self._open[thread] = request
-            thread.start()
             self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
     def _serve(self, connection: socket.socket, peer: tuple[str, int]) -> None:
@@ -329,6 +332,7 @@ class HTTPListener(socketserver.TCPServer):
             self._open[threading.current_thread()] = encrypted
         self.note_waiting(encrypted)
         encrypted.do_handshake()
+        self.note_busy(encrypted)
         return encrypted
 
     def note_waiting(self, connection: socket.socket) -> None:

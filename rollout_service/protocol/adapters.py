@@ -38,6 +38,8 @@ class AdapterVersion(Frozen):
     """Size of its tensors' file in bytes."""
     label: str | None = None
     """The trainer's label of the version."""
+    rollback_of: int | None = None
+    """The version whose files it has. None: they were pushed."""
 
     @property
     def folder(self) -> str:

@@ -64,7 +64,7 @@ class AdapterStore:
 
     def set(self, versions: Iterable[AdapterVersion]) -> None:
         """Replace the list of committed versions. Raises OSError."""
-        replace_synced(self._index, _Index(versions=tuple(versions)).model_dump_json())
+        replace_synced(self._index, _Index(versions=tuple(versions)).model_dump_json(exclude_defaults=True))
 
     def folder(self, adapter: AdapterVersion) -> Path:
         """Return the folder of a committed version."""

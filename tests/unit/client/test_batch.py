@@ -329,6 +329,15 @@ async def test_a_rest_that_breaks_after_its_last_token_has_ended():
     assert [body.get("partial_token_ids") for body in transport.bodies] == [None, [1, 2]]
 
 
+async def test_a_stream_that_breaks_before_its_last_event_names_its_replica():
+    def script(_: Body) -> list[Step]:
+        return [choice(0, 0, 7, end="stop"), httpx.ReadError("gone")]
+
+    async with RolloutClient(URL, transport=Scripted(script)) as client:
+        batch = await client.generate_batch([[1]], until=1)
+    assert batch.rollouts[0].replica_id == "a"
+
+
 @pytest.mark.parametrize("index", [1, -1])
 async def test_a_completion_that_was_not_asked_for_is_an_error(index):
     scripted = Scripted(lambda _: [choice(index, 0, 7)])

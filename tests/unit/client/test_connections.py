@@ -81,6 +81,22 @@ async def test_a_connection_is_busy_until_its_reply_is_closed_and_used_again_if_
     assert first == again != beside == last
 
 
+async def test_an_error_reply_of_a_stream_that_breaks_off_frees_its_connection():
+    asked = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n\r\n")).split()[:2])
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 100\r\n\r\nthe first")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server, asyncio.timeout(30):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with RolloutClient(url, max_connections=1, retries=1) as client:
+            with pytest.raises(httpx.RemoteProtocolError, match="the connection kept failing"):
+                await client.generate_stream([1]).open()
+    assert asked == [[b"POST", b"/inference/v1/generate"]] * 2
+
+
 async def test_requests_without_a_file_wait_for_a_connection(service, monkeypatch):
     tried = []
 

@@ -1,6 +1,6 @@
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from rollout_service.client import RolloutClient
 from rollout_service.errors import (
     CommitTimeout,
+    ControlTimeout,
     InsufficientStorage,
     InvalidManifest,
     InvalidRequest,
@@ -23,7 +24,9 @@ from rollout_service.protocol.adapters import CONFIG_FILE, TENSORS_FILE, Adapter
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.upload import BeginUpload, PathSource
 from rollout_service.protocol.weights import WeightStatus
+from rollout_service.web.errors import error_response
 from tests.unit.client.conftest import cancelled
+from tests.unit.client.real_ingest import real_ingest
 from tests.unit.client.service import Service, Upload, until_disconnected
 
 
@@ -90,6 +93,41 @@ async def test_pauses_and_sleep_reach_the_service():
         *("POST /pause?mode=keep", "POST /pause?mode=wait", "GET /is_paused", "POST /resume"),
         *("POST /sleep?level=2&mode=abort", "GET /is_sleeping", "POST /wake_up"),
     ]
+
+
+@pytest.mark.parametrize(
+    "delete",
+    [lambda client: client.remove_adapter("run-a"), lambda client: client.discard(3)],
+    ids=["adapter", "version"],
+)
+async def test_what_a_refused_attempt_has_deleted_is_deleted(delete):
+    replies = [error_response(NotReady("the ingest died with this call")), error_response(NotFound("there is none"))]
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        reply = replies.pop(0)
+        return httpx.Response(reply.status_code, content=bytes(reply.body), headers={"Retry-After": "0"})
+
+    async with RolloutClient("http://service", transport=httpx.MockTransport(answer)) as client:
+        await delete(client)
+        assert replies == []
+        replies.append(error_response(NotFound("there is none")))
+        with pytest.raises(NotFound):
+            await delete(client)
+
+
+async def test_a_pause_that_times_out_is_sent_once(model, tmp_path, monkeypatch):
+    async with real_ingest(model, tmp_path / "log") as service, RolloutClient(service.url, retries=1) as client:
+        await service.ingest.report(ReplicaStatus(replica_id="deaf", version=0, state="ready"))
+        asked, set_paused = list[bool](), service.ingest.set_paused
+
+        def count(paused: bool, *how: object, **more: object) -> Awaitable[None]:
+            asked.append(paused)
+            return set_paused(paused, *how, **more)
+
+        monkeypatch.setattr(service.ingest, "set_paused", count)
+        with pytest.raises(ControlTimeout, match="not every replica is paused"):
+            await client._switch("/pause", timeout_s="0.01")
+        assert asked == [True]
 
 
 @pytest.mark.parametrize("name", ["run#old", "run?x", "run/a", "../weights", "..", "run%2Fa", "run-a@3", "", "run\n"])

@@ -241,7 +241,16 @@ async def test_a_rollback_commits_the_files_of_an_older_version(service, client,
     assert (again.version, again.digest, again.nbytes, again.rank) == (3, first.digest, first.nbytes, first.rank)
     AdapterStore(service.log.root).verify(again)
     assert await client.rollback_adapter("run-a", 3, wait="none") == again
-    with pytest.raises(NotFound, match=r"adapter run-a has no version 1 any more: give one of \[2, 3\]"):
+    assert [each.version for each in await client.adapters()] == [2, 3]
+
+
+async def test_a_repeated_rollback_of_an_adapter_changes_nothing(service, client, model):
+    for seed in (1, 2):
+        await push(client, model, seed)
+    again = await client.rollback_adapter("run-a", 1, wait="none")
+    assert await client.rollback_adapter("run-a", 1, wait="none") == again
+    await push(client, model, 3)
+    with pytest.raises(NotFound, match=r"adapter run-a has no version 1 any more: give one of \[3, 4\]"):
         await client.rollback_adapter("run-a", 1, wait="none")
 
 

@@ -2,18 +2,22 @@
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import TypeVar
 
 import pytest
 
 from rollout_service.ingest import http_listener
 from rollout_service.ingest.http_listener import CutOff, HTTPListener, Reply, Request
+from tests.support.certificates import make_certificate
 
 GET = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 PUT = b"PUT /parts/1 HTTP/1.1\r\nHost: here\r\n"
 Handle = Callable[[Request], Reply]
+Result = TypeVar("Result")
 
 
 def echo(request: Request) -> Reply:
@@ -31,9 +35,9 @@ def refuse(request: Request) -> Reply:
 
 
 @contextmanager
-def listening(handle: Handle = echo, max_connections: int = 2) -> Iterator[int]:
+def listening(handle: Handle = echo, max_connections: int = 2, tls: ssl.SSLContext | None = None) -> Iterator[int]:
     """Yield the port of a listener. It has ended, with its threads, when the block ends."""
-    listener = HTTPListener("127.0.0.1", 0, max_connections=max_connections)
+    listener = HTTPListener("127.0.0.1", 0, tls, max_connections)
     listener.start(handle)
     try:
         yield int(listener.server_address[1])
@@ -64,11 +68,35 @@ def all_of(caller: socket.socket) -> bytes:
     return b"".join(iter(lambda: caller.recv(1 << 16), b""))
 
 
-def reply_or_nothing(caller: socket.socket) -> bytes:
+def reply_or_nothing(caller: "socket.socket | TLSCaller") -> bytes:
     """Return what came first, or nothing if the connection was closed before."""
     with suppress(ConnectionError):
         return caller.recv(1000)
     return b""
+
+
+class TLSCaller:
+    """Sends a request together with the end of its handshake, so that the head has come when the handshake ends."""
+
+    def __init__(self, caller: socket.socket, request: bytes, trusted: ssl.SSLContext) -> None:
+        self._caller, self._received, self._sent = caller, ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = trusted.wrap_bio(self._received, self._sent, server_hostname="127.0.0.1")
+        self._until_done(self._tls.do_handshake)
+        self._tls.write(request)
+        caller.sendall(self._sent.read())
+
+    def recv(self, most: int) -> bytes:
+        return self._until_done(lambda: self._tls.read(most))
+
+    def _until_done(self, step: Callable[[], Result]) -> Result:
+        while True:
+            try:
+                return step()
+            except ssl.SSLWantReadError:
+                self._caller.sendall(self._sent.read())
+                if not (received := self._caller.recv(1 << 16)):
+                    raise ConnectionResetError("closed before a reply") from None
+                self._received.write(received)
 
 
 def bodies_of(replies: bytes) -> list[dict[str, object]]:
@@ -231,6 +259,23 @@ class TestConnections:
             for caller in callers:
                 assert caller.recv(1000).startswith(b"HTTP/1.1 200 ")
 
+    def test_connections_for_which_no_thread_starts_take_no_place(self, monkeypatch):
+        start, left = threading.Thread.start, 3
+
+        def start_later(thread: threading.Thread) -> None:
+            nonlocal left
+            if thread.name == "upload" and left:
+                left -= 1
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_later)
+        with ExitStack() as stack:
+            port = stack.enter_context(listening())
+            callers = [self.connect(stack, port, GET) for _ in range(4)]
+            replies = [reply_or_nothing(caller) for caller in callers]
+        assert replies[:3] == [b""] * 3 and replies[3].startswith(b"HTTP/1.1 200 ")
+
     def test_every_request_that_is_handled_is_answered(self):
         for _ in range(20):
             gate = Gate()
@@ -243,3 +288,46 @@ class TestConnections:
             while gate.entered.acquire(blocking=False):
                 handled += 1
             assert answered == handled
+
+    def test_a_stop_answers_a_request_that_came_with_its_handshake(self, tmp_path):
+        certificate, gate = make_certificate(tmp_path, "127.0.0.1"), Gate()
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(certificate.certfile, certificate.keyfile)
+        trusted = ssl.create_default_context(cadata=certificate.pem)
+        with ExitStack() as stack:
+            with listening(gate, tls=tls) as port:
+                gate.open.set()
+                idle = TLSCaller(self.connect(stack, port), GET, trusted)
+                assert reply_or_nothing(idle).startswith(b"HTTP/1.1 200 ")
+                gate.open.clear()
+                caller = TLSCaller(self.connect(stack, port), GET, trusted)
+                for _ in range(2):
+                    gate.entered.acquire()
+                after_stop = threading.Thread(target=lambda: (reply_or_nothing(idle), gate.open.set()))
+                after_stop.start()
+            after_stop.join()
+            assert reply_or_nothing(caller).startswith(b"HTTP/1.1 200 ")
+
+    def test_a_stop_answers_a_request_that_came_before_the_last_reply_was_read(self):
+        large, gate = Reply(200, bytes(64 << 20)), Gate()
+
+        def answer(request: Request) -> Reply:
+            return large if request.method == "PUT" else gate(request)
+
+        with ExitStack() as stack:
+            with listening(answer) as port:
+                gate.open.set()
+                idle = self.connect(stack, port, GET)
+                assert idle.recv(1000).startswith(b"HTTP/1.1 200 ")
+                gate.open.clear()
+                caller = self.connect(stack, port, PUT + b"Content-Length: 0\r\n\r\n" + GET)
+                reply = caller.makefile("rb")
+                while reply.readline() != b"\r\n":
+                    pass
+                assert len(reply.read(len(large.body))) == len(large.body)
+                for _ in range(2):
+                    gate.entered.acquire()
+                after_stop = threading.Thread(target=lambda: (reply_or_nothing(idle), gate.open.set()))
+                after_stop.start()
+            after_stop.join()
+            assert reply.readline().startswith(b"HTTP/1.1 200 ")
