@@ -100,7 +100,7 @@ CLIENTS = (  # in the order of the table
         "[AReaL](trainers/areal.md)",
         "completions, SGLang's `/generate`",
         "a folder",
-        "its remote engines, vLLM's and SGLang's, through an update",
+        "its remote engines, vLLM's and SGLang's, through an update and as teachers",
         folder="areal",
     ),
     Client(

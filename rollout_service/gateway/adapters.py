@@ -122,7 +122,8 @@ async def load_adapter(body: LoadAdapter, services: Here) -> PlainTextResponse:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-for _path in ("/v1/load_lora_adapter", "/load_lora_adapter"):  # vLLM's, TRL's and AReaL's; prime-rl's, SGLang's
+# vLLM's, TRL's and AReaL's; prime-rl's and SGLang's; SkyRL's
+for _path in ("/v1/load_lora_adapter", "/load_lora_adapter", "/skyrl/v1/load_lora_adapter"):
     router.post(_path, responses=_SAID | documented(*_COMMIT_ERRORS, Forbidden))(load_adapter)
 
 

@@ -56,9 +56,15 @@ async def refuse(body: dict[str, object] | None = None) -> Success:
     """Refuse the request with 400: not implemented."""
     raise InvalidRequest(
         "weights over NCCL are not implemented under AReaL's routes: set weight_update_mode: disk there, which sends "
-        "/areal_update_weights"
+        "/areal_update_weights, or /v1/load_lora_adapter for adapters"
     )
 
 
-for _route in ("/areal_init_weights_update_group", "/areal_set_update_weight_meta", "/areal_update_weights_xccl"):
+for _route in (
+    "/areal_init_weights_update_group",
+    "/areal_set_update_weight_meta",
+    "/areal_update_weights_xccl",
+    "/areal_set_update_weight_meta_lora",
+    "/areal_update_weights_lora_xccl",
+):
     router.post(_route, responses=documented(MalformedRequest))(refuse)

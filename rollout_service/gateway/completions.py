@@ -1,5 +1,6 @@
 """``POST /v1/completions``: OpenAI's completions API with vLLM's extensions for token ids."""
 
+import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -9,7 +10,7 @@ from typing import Annotated, Literal, Self
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field, model_validator
 
-from rollout_service.fleet.detokenizer import TokenStrings
+from rollout_service.fleet.detokenizer import TokenStrings, decoder_of
 from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.generate import (
@@ -42,7 +43,7 @@ from rollout_service.protocol.generate import (
     Usage,
     require_stream,
 )
-from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
+from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Rollout, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import (
     CommonSampling,
@@ -100,7 +101,8 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     stream: bool | None = False
     """True to stream the completions as server-sent events, see ``CompletionReply``."""
     stream_options: StreamOptions | None = None
-    echo: Literal[False] | None = False
+    echo: bool | None = False
+    """True to put the prompt before each completion, in the text and the logprobs; not in a stream."""
     best_of: Literal[1] | None = None
     use_beam_search: Literal[False] | None = False
 
@@ -127,6 +129,8 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     @model_validator(mode="after")
     def _streams(self) -> Self:
         require_stream(self.stream, self.stream_options, self, self.return_routed_experts)
+        if self.stream and self.echo:
+            raise ValueError("echo has no place in a stream: leave out one of them")
         return self
 
     @property
@@ -141,6 +145,8 @@ class CompletionRequest(RolloutOptions, CommonSampling):
         fields = {name: getattr(self, name) for name in CommonSampling.model_fields}
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
+        if self.echo and self.prompt_logprobs is None:
+            fields["prompt_logprobs"] = self.candidates
         ends = {"stop": self.stop or (), "stop_token_ids": self.stop_token_ids or ()}
         return Sampling(**{**fields, "logprobs": self.candidates, **ends})
 
@@ -161,10 +167,11 @@ class CompletionLogprobs(BaseModel):
     """Logprobs in OpenAI's format."""
 
     tokens: list[str]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    """None for the first token of a prompt."""
     text_offset: list[int]
-    top_logprobs: list[dict[str, float]]
-    """Logprobs of the sampled token and of the top tokens, by text. Two ids with the same text share one entry."""
+    top_logprobs: list[dict[str, float] | None]
+    """Logprobs of the token and of the top tokens, by text. Two ids with the same text share one entry."""
 
 
 class CompletionChoice(BaseModel):
@@ -225,8 +232,10 @@ async def completions(
     for i, rollout in enumerate(rollouts):
         for c in rollout.completions:
             choice = _Choice(i * sampling.n + c.index, rollout.prompt_token_ids, body, sampling, services)
+            if body.echo:
+                choice.put_prompt(rollout.completions[0].prompt_logprobs)
             choices.append(choice.add(CompletionDelta(c, 0, is_last=True)))
-            if sampling.prompt_logprobs is not None:
+            if body.prompt_logprobs is not None:
                 choices[-1]["prompt_logprobs"] = prompt_logprobs(rollout)
     return common | {"choices": choices} | _totals(rollouts, sampling)
 
@@ -269,6 +278,10 @@ def _totals(rollouts: list[Rollout], sampling: Sampling) -> dict[str, object]:
     }
 
 
+_Row = tuple[int, Sequence[Candidate]]
+"""A token, and its candidates with itself first; none for a prompt's first token."""
+
+
 class _Choice:
     """Builds one choice of the reply, or its parts in the events of a stream."""
 
@@ -277,16 +290,25 @@ class _Choice:
     ) -> None:
         self._index, self._prompt, self._body = index, prompt, body
         self._text, self._spans = TextStream(prompt, sampling, services.tokenizer), Spans()
-        self._names = _names(prompt, body, services)
+        self._names = _names(() if body.echo else prompt, body, services)
         self._characters = 0
         """The number of characters in the token strings so far."""
+        self._prompt_text = ""
+        if body.echo and services.tokenizer is not None:
+            self._prompt_text = decoder_of(services.tokenizer)(prompt, sampling.skip_special_tokens)
+        self._prompt_rows: list[_Row] = []
+
+    def put_prompt(self, scored: Sequence[Sequence[Candidate] | None] | None) -> None:
+        """Put the prompt before the completion. ``scored``: its ``prompt_logprobs``."""
+        rows = scored or (None,) * len(self._prompt)
+        self._prompt_rows = [(token, row or ()) for token, row in zip(self._prompt, rows, strict=True)]
 
     def add(self, piece: CompletionDelta) -> dict[str, object]:
         """Return the choice with the tokens of ``piece``."""
         made = self._spans.of(piece)
         choice: dict[str, object] = {
             "index": self._index,
-            "text": self._text.add(made, piece.is_last),
+            "text": self._prompt_text + self._text.add(made, piece.is_last),
             "logprobs": None if self._body.candidates is None else self._logprobs(made),
             "finish_reason": made.finish_reason if piece.is_last else None,
             "stop_reason": made.stop_reason,
@@ -300,18 +322,21 @@ class _Choice:
 
     def _logprobs(self, made: Completion) -> dict[str, object]:
         """Return logprobs in OpenAI's format."""
-        tokens, offsets, top = list[str](), list[int](), list[dict[str, float]]()
-        for row in candidates(made):
-            strings = self._names.of_next([candidate.token_id for candidate in row])
+        tokens, offsets = list[str](), list[int]()
+        logprobs, top = list[float | None](), list[dict[str, float] | None]()
+        of_completion = ((row[0].token_id, row) for row in candidates(made))
+        for token, row in itertools.chain(self._prompt_rows, of_completion):
+            strings = self._names.of_next([candidate.token_id for candidate in row] or [token])
             by_text: dict[str, float] = {}
-            for text, candidate in zip(strings, row, strict=True):
+            for text, candidate in zip(strings, row, strict=False):
                 by_text.setdefault(text, candidate.logprob)
             tokens.append(strings[0])
             offsets.append(self._characters)
-            top.append(by_text)
+            logprobs.append(row[0].logprob if row else None)
+            top.append(by_text or None)
             self._characters += len(strings[0])
-            self._names.add(row[0].token_id)
-        return {"tokens": tokens, "token_logprobs": made.logprobs, "text_offset": offsets, "top_logprobs": top}
+            self._names.add(token)
+        return {"tokens": tokens, "token_logprobs": logprobs, "text_offset": offsets, "top_logprobs": top}
 
 
 class _TokenIds:

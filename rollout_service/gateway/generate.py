@@ -5,9 +5,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Literal
 
+import numpy as np
 from fastapi import APIRouter, Response
 
+from rollout_service.errors import NotReady
 from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.prompts import DATA_ERRORS, model_and_adapter, roll_out, tokenize
@@ -16,8 +19,15 @@ from rollout_service.gateway.streams import EVENT_STREAM, Spans, TextStream, eve
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.generate import GenerateReply, GenerateRequest, RolloutOptions, StreamOptions
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
+from rollout_service.protocol.routed_experts import RoutedExperts
 
 router = APIRouter(tags=["generate"], route_class=PromptsRoute)
+
+
+class SkyrlGenerate(GenerateRequest):
+    """The request of SkyRL 0.4.0 (``inference_servers/remote_inference_client.py``) for routing replay."""
+
+    return_routed_experts: Literal[True] = True
 
 
 @router.post(
@@ -37,6 +47,16 @@ async def generate(
     if body.stream:
         return await event_stream(_chunks(prompt, body, services, options))
     return await _reply(prompt, body, services, options, model)
+
+
+@router.post(
+    "/skyrl/v1/generate", response_model=dict[str, object], responses={200: {"model": GenerateReply}, **DATA_ERRORS}
+)
+async def generate_with_experts(
+    body: SkyrlGenerate, services: Here, x_session_id: SessionHeader = None
+) -> dict[str, object] | Response:
+    """Complete one prompt and return the routed experts of its tokens, as SkyRL replays them."""
+    return await generate(body, services, x_session_id)
 
 
 async def _reply(
@@ -112,7 +132,8 @@ def _choice(completion: Completion, body: GenerateRequest) -> dict[str, object]:
         choice["compact_logprobs"] = _compact_logprobs(completion, body.sampling_params.logprobs or 0).model_dump()
     elif body.flat_logprobs and completion.top_logprobs is not None:
         choice["top_logprobs"] = completion.top_logprobs
-    return choice | packed_mask(completion) | routed_experts(completion)
+    experts = skyrl_experts if isinstance(body, SkyrlGenerate) else routed_experts
+    return choice | packed_mask(completion) | experts(completion)
 
 
 def _logprobs(completion: Completion, body: GenerateRequest) -> object:
@@ -200,6 +221,27 @@ def routed_experts(completion: Completion) -> dict[str, object]:
     """Return the field with the routed experts, if they were requested."""
     experts = completion.routed_experts
     return {} if experts is None else {"routed_experts": experts.model_dump()}
+
+
+def require_known(experts: RoutedExperts) -> RoutedExperts:
+    """Return ``experts``. Raises NotReady if rows are missing, for a client that would replay their zeros."""
+    if experts.missing:
+        raise NotReady("the experts of the completion's tokens were lost with their replica: send the request again")
+    return experts
+
+
+def skyrl_experts(completion: Completion) -> dict[str, object]:
+    """Return the field as SkyRL reads it: all rows are known, and have the smallest of its types.
+
+    Raises NotReady if rows are unknown.
+    """
+    experts = completion.routed_experts
+    if experts is None or require_known(experts).dtype == "uint8":
+        return routed_experts(completion)
+    rows = experts.rows()
+    if rows.max(initial=0) < 1 << 8:
+        return {"routed_experts": RoutedExperts.of(rows.astype(np.uint8), experts.start).model_dump()}
+    return {"routed_experts": experts.model_dump() | {"dtype": "int16"}}  # the same bytes: there are fewer than 2**15
 
 
 def usage(rollouts: list[Rollout]) -> dict[str, object]:

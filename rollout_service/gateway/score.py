@@ -12,6 +12,7 @@ from rollout_service.gateway.prompts import DATA_ERRORS, model_and_adapter, roll
 from rollout_service.gateway.routes import PromptsRoute
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.scoring import ScoreReply, ScoreRequest
+from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["score"], route_class=PromptsRoute)
 
@@ -52,6 +53,18 @@ async def score(body: ScoreRequest, services: Here, x_session_id: SessionHeader 
     ids, logprobs = (entries.tolist() for entries in scores.unpacked())
     rows = list(pairwise(scores.offsets))
     return reply | {"token_ids": [ids[a:b] for a, b in rows], "logprobs": [logprobs[a:b] for a, b in rows]}
+
+
+async def refuse(body: dict[str, object] | None = None) -> dict[str, object]:
+    """Refuse the request of ms-swift, or of TRL before 1.11, to a teacher: not implemented."""
+    raise InvalidRequest(
+        "the routes of ms-swift's servers, and of TRL's before 1.11, are not implemented: POST /v1/completions with "
+        "prompt_logprobs, or /inference/v1/score, has the logprobs of given tokens"
+    )
+
+
+for _route in ("/infer", "/get_sequence_logprobs"):
+    router.post(_route, responses=documented(InvalidRequest))(refuse)
 
 
 def check_width(name: str, width: int, services: Services) -> None:

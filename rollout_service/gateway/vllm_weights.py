@@ -92,6 +92,15 @@ async def shutdown_weight_transfer_engine(services: Here) -> dict[str, str]:
     return {"message": "Weight transfer shut down"}
 
 
+@router.post("/init_communicator", responses=documented(InvalidRequest))
+async def init_communicator(services: Here, body: dict[str, object] | None = None) -> dict[str, str]:
+    """Refuse the request of TRL before 1.11 and of ms-swift: not implemented."""
+    raise InvalidRequest(
+        "POST /init_communicator is not implemented: TRL before 1.11 and ms-swift send weights by it; use TRL 1.11 or "
+        "newer, which has vLLM's weight-transfer routes, or push weights by this service's client"
+    )
+
+
 @router.get("/get_world_size", responses=documented(InvalidRequest))
 async def get_world_size(services: Here, include_dp: bool = True) -> dict[str, int]:
     """Return the service's number of ranks in a trainer's process group: one, for any number of engines."""

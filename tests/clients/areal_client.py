@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from areal.api import ModelRequest, WeightUpdateMeta
 from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, NameResolveConfig
 from areal.engine.sglang_remote import RemoteSGLangEngine
@@ -39,6 +40,14 @@ class Areal:
         response = await self._engine.agenerate(request)
         wanted = ("input_tokens", "output_tokens", "output_logprobs", "output_versions", "stop_reason")
         return {name: getattr(response, name) for name in wanted}
+
+    def compute_logp(self, input_ids: list[int], count: int) -> list[float]:
+        """Score the last ``count`` tokens, as a teacher."""
+        mask = [0] * (len(input_ids) - count) + [1] * count
+        [scores] = self._engine.compute_logp(
+            [{"input_ids": torch.tensor([input_ids]), "loss_mask": torch.tensor([mask])}]
+        )
+        return [float(score) for score in scores[0, -count:]]
 
     def update(self, path: str, version: int) -> None:
         """As the trainer does between two steps: a folder that it has written becomes its version."""

@@ -8,7 +8,7 @@ import pytest
 from tests.clients.conftest import Start
 from tests.clients.lines import ClientProcess
 from tests.support.checkpoints import save_checkpoint
-from tests.support.native_route import assert_as_native
+from tests.support.native_route import LOGPROB_TOLERANCE, assert_as_native
 from tests.support.telltale import canary_weights, token_of
 
 pytestmark = pytest.mark.client("AReaL")
@@ -31,6 +31,13 @@ async def test_rollouts_have_the_native_tokens(areal, client, push):
         await assert_as_native(
             client, made["input_tokens"], made["output_tokens"], made["output_logprobs"], version=version
         )
+
+
+async def test_a_teacher_scores_given_tokens(areal, client, push):
+    await push()
+    tokens = [8, 9, 10, 11, 12, 13]
+    expected = (await client.score(tokens, start=3)).logprobs
+    assert await areal.call("engine.compute_logp", tokens, 3) == pytest.approx(expected.tolist(), abs=LOGPROB_TOLERANCE)
 
 
 async def test_labels_are_right_across_an_update(areal, client, model, sources, next_version):

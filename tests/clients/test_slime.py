@@ -16,7 +16,7 @@ from rollout_service.local import free_port
 from tests.clients.conftest import PROJECT, folder_of
 from tests.support.checkpoints import save_checkpoint
 from tests.support.delta_writer import publish
-from tests.support.native_route import assert_as_native
+from tests.support.native_route import LOGPROB_TOLERANCE, assert_as_native
 from tests.support.telltale import canary_weights, token_of
 
 pytestmark = pytest.mark.client("slime")
@@ -101,6 +101,21 @@ async def test_rollouts_have_the_native_tokens(router, client, push):
         tokens = [token for _, token, _ in meta["output_token_logprobs"]]
         await assert_as_native(client, [8, 9, 10], tokens, logprobs, version=version)
         assert meta["weight_version"] == str(version) and meta["finish_reason"]["type"] == "length"
+
+
+async def test_a_teacher_scores_given_tokens(router, client, push):
+    """As slime/rollout/on_policy_distillation.py asks, and several at once, as miles does."""
+    await push()
+    tokens, sampling = [8, 9, 10, 11, 12], {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False}
+    body = {"input_ids": [tokens] * 2, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    replies = await router.post("/generate", json=body)
+    one = await router.post("/generate", json={**body, "input_ids": tokens})
+    expected = (await client.score(tokens)).logprobs.tolist()
+    for reply in (*replies.json(), one.json()):
+        (first, *_), *rows = reply["meta_info"]["input_token_logprobs"]
+        assert first is None and [row[1] for row in rows] == tokens[1:]
+        assert [row[0] for row in rows] == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
+        assert reply["output_ids"] == []
 
 
 async def test_a_repeated_prompt_counts_as_cached(router, push):

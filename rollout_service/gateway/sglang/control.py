@@ -6,10 +6,13 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import model_validator
 
-from rollout_service.errors import Asleep, MalformedRequest, Overtaken
+from rollout_service.errors import Asleep, InvalidRequest, MalformedRequest, Overtaken
+from rollout_service.fleet.coordinator import SLEEP_TAGS
+from rollout_service.gateway import control
 from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.sglang.replies import ControlRoute, Done
 from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.fleet import SleepTag
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["sglang"], route_class=ControlRoute)
@@ -17,7 +20,8 @@ _FLUSHED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {}}, "description": "Nothing of the KV cache is used again."},
     **documented(MalformedRequest),
 }
-_DONE = {200: {"model": Done}, **documented(MalformedRequest, Overtaken, Asleep)}
+_MEMORY = documented(MalformedRequest, Overtaken, Asleep)
+_DONE = {200: {"model": Done}, **_MEMORY}
 
 
 class PauseGeneration(Frozen):
@@ -31,6 +35,12 @@ class ContinueGeneration(Frozen):
     """``torch_empty_cache`` may only be false: a pause leaves no memory to free."""
 
     torch_empty_cache: Literal[False] | None = None
+
+
+class Memory(Frozen):
+    """``tags`` names parts of the engines' memory. None: all."""
+
+    tags: frozenset[SleepTag | Literal["cuda_graph"]] | None = None
 
 
 class AbortRequest(Frozen):
@@ -64,6 +74,26 @@ async def continue_generation(services: Here, body: ContinueGeneration | None = 
     """End the pause."""
     await services.ingest.set_paused(False, "keep", ControlRoute.waits_s)
     return Done(message="generation goes on")
+
+
+@router.post("/release_memory_occupation", responses=_MEMORY)
+async def release_memory_occupation(services: Here, body: Memory | None = None) -> None:
+    """Free the memory of every engine, as ``/sleep`` does."""
+    named = (body or Memory()).tags
+    if named is not None and not named.issuperset(SLEEP_TAGS):
+        raise InvalidRequest(
+            f"release_memory_occupation: engines free {' and '.join(SLEEP_TAGS)} together: leave out tags"
+        )
+    await control.sleep(services, timeout_s=ControlRoute.waits_s)
+
+
+@router.post("/resume_memory_occupation", responses=_MEMORY)
+async def resume_memory_occupation(services: Here, body: Memory | None = None) -> None:
+    """Reallocate the memory of every engine, as ``/wake_up`` does. CUDA graphs are never freed."""
+    named = (body or Memory()).tags
+    wanted = [tag for tag in SLEEP_TAGS if named is None or tag in named]
+    if wanted:
+        await control.wake_up(services, wanted, timeout_s=ControlRoute.waits_s)
 
 
 @router.post("/abort_request", response_class=Response, responses=documented(MalformedRequest))

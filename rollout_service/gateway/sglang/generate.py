@@ -1,13 +1,15 @@
 """``POST /generate``: SGLang's generation API. It returns tokens, logprobs and their weight version."""
 
+import base64
 import time
 from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter, Header
 from pydantic import Field, ValidationError, model_validator
 
+from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.dependencies import Here, Services
-from rollout_service.gateway.generate import spans
+from rollout_service.gateway.generate import require_known, spans
 from rollout_service.gateway.prompts import DATA_ERRORS, check_prompts, read_prompts, roll_out_all
 from rollout_service.gateway.sglang.replies import DataRoute
 from rollout_service.gateway.streams import text_of
@@ -43,8 +45,8 @@ class SamplingParams(Frozen):
     """SGLang's sampling parameters with its defaults. Unknown ones are refused by name."""
 
     n: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
-    max_new_tokens: int | None = Field(default=128, ge=1)
-    """None: the rest of the context."""
+    max_new_tokens: int | None = Field(default=128, ge=0)
+    """None: the rest of the context. 0: only logprobs of the prompt, which need ``logprob_start_len``."""
     min_new_tokens: int = Field(default=0, ge=0)
     temperature: Finite = 1.0
     top_p: Finite = 1.0
@@ -71,6 +73,8 @@ class SamplingParams(Frozen):
     def sampling(self) -> Sampling:
         """Return the parameters under this service's names. Raises ValueError for a value that ``Sampling`` refuses."""
         fields = {_OURS.get(name, name): getattr(self, name) for name in SamplingParams.model_fields}
+        if self.max_new_tokens == 0:  # vLLM returns a prompt's logprobs with a first sampled token, which is dropped
+            fields["max_tokens"] = 1
         return Sampling(**{**fields, "stop": self.stop or (), "stop_token_ids": self.stop_token_ids or ()})
 
     @model_validator(mode="after")
@@ -91,11 +95,14 @@ class SglangGenerate(Frozen):
     sampling_params: SamplingParams = SamplingParams()
     """Sampling parameters for all prompts. A list with one entry per prompt is refused."""
     return_logprob: bool = False
-    logprob_start_len: Literal[-1] | None = None
-    """Only -1: logprobs of prompts are not implemented."""
+    logprob_start_len: int | None = Field(default=None, ge=-1)
+    """With ``return_logprob``, the first token of the prompt whose logprob is in ``input_token_logprobs``, as trainers
+    ask their teachers. None or -1: no token. The prompt's first token has no logprob."""
     top_logprobs_num: Literal[0] | None = None
     return_text_in_logprobs: Literal[False] | None = None
-    return_routed_experts: Literal[False] | None = None
+    return_routed_experts: bool | None = None
+    """Return ``routed_experts``: base64 of int32 [tokens, layers, topk], for all tokens but the last."""
+    return_indexer_topk: Literal[False] | None = None
     return_hidden_states: Literal[False] | None = None
     return_bytes: Literal[False] | None = None
     return_entropy: Literal[False] | None = None
@@ -111,6 +118,8 @@ class SglangGenerate(Frozen):
     """The rollout's name in logs. With several prompts, the prompt's index is appended."""
     lora_path: str | None = Field(default=None, min_length=1, max_length=160)
     """The name of an adapter, for all prompts: see ``RolloutOptions.adapter``."""
+    extra_key: str | None = Field(default=None, min_length=1, max_length=1024)
+    """See ``RolloutOptions.cache_salt``."""
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
     weight_version: WantedVersion | None = None
     """The version that may answer: not SGLang's field, but that of miles and Stitch."""
@@ -125,6 +134,20 @@ class SglangGenerate(Frozen):
         if (self.input_ids is None) == (self.text is None):
             raise ValueError("give either input_ids or text")
         return self
+
+    @model_validator(mode="after")
+    def _returns_something(self) -> Self:
+        if self.sampling_params.max_new_tokens == 0 and self.first_scored is None:
+            raise ValueError(
+                "sampling_params.max_new_tokens=0 returns only logprobs of the prompt: set return_logprob and "
+                "logprob_start_len, or raise it"
+            )
+        return self
+
+    @property
+    def first_scored(self) -> int | None:
+        """The first token of the prompt whose logprob is returned. None: no token's."""
+        return self.logprob_start_len if self.return_logprob and self.logprob_start_len != -1 else None
 
     @property
     def is_batch(self) -> bool:
@@ -149,21 +172,30 @@ async def generate(body: SglangGenerate, services: Here, routing_key: RoutingKey
     """
     began = time.monotonic()
     sampling, given = body.sampling_params.sampling(), body.input_ids if body.text is None else body.text
+    if body.first_scored is not None:
+        sampling = sampling.model_copy(update={"prompt_logprobs": 0})
     prompts = await read_prompts(given or (), sampling.n, services)
+    shortest = min(map(len, prompts), default=0)
+    if shortest and body.first_scored is not None and body.first_scored >= shortest:
+        raise InvalidRequest(
+            f"logprob_start_len={body.first_scored} is not a token of a prompt that has {shortest}: lower it"
+        )
     check_prompts(prompts, sampling, services)
     options = RolloutOptions(
         session_id=routing_key or None,
         priority=body.priority,
-        on_abort="return",
+        cache_salt=body.extra_key,
+        on_abort="continue" if body.sampling_params.max_new_tokens == 0 else "return",
         weight_version=body.weight_version,
         adapter=body.lora_path,
+        return_routed_experts=body.return_routed_experts or False,
     )
     several = body.rid is not None and len(prompts) > 1
     names = [f"{body.rid}-{i}" if several else body.rid for i in range(len(prompts))]
     rollouts = await roll_out_all(prompts, sampling, services, options, names)
     elapsed_s = time.monotonic() - began
     made = [
-        _completion(rollout, completion, sampling, body.return_logprob, services, elapsed_s)
+        _completion(rollout, completion, sampling, body, services, elapsed_s)
         for rollout in rollouts
         for completion in rollout.completions
     ]
@@ -174,10 +206,14 @@ def _completion(
     rollout: Rollout,
     completion: Completion,
     sampling: Sampling,
-    return_logprob: bool,
+    body: SglangGenerate,
     services: Services,
     elapsed_s: float,
 ) -> dict[str, object]:
+    versions = completion.spans
+    if body.sampling_params.max_new_tokens == 0:
+        changes = {"token_ids": (), "logprobs": (), "spans": (), "finish_reason": "length"}
+        completion = completion.model_copy(update=changes)
     meta: dict[str, object] = {
         "id": rollout.request_id,
         "finish_reason": _finish_reason(completion),
@@ -187,12 +223,20 @@ def _completion(
         "weight_versions": spans(completion),
         "e2e_latency": elapsed_s,
     }
-    if completion.spans:
-        first, last = completion.spans[0].version, completion.spans[-1].version
+    if versions:
+        first, last = versions[0].version, versions[-1].version
         meta |= {"weight_version": str(last), "weight_version_start": first, "weight_version_end": last}
-    if return_logprob:
+    if body.return_logprob:
         pairs = zip(completion.logprobs, completion.token_ids, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    if body.first_scored is not None:
+        scored = zip(rollout.completions[0].prompt_logprobs or (), rollout.prompt_token_ids, strict=False)
+        rows = [[None if row is None else row[0].logprob, token, None] for row, token in scored]
+        meta["input_token_logprobs"] = rows[body.first_scored :]
+    if completion.routed_experts is not None:
+        known = require_known(completion.routed_experts).rows()
+        of_tokens = known[: len(rollout.prompt_token_ids) + len(completion.token_ids) - 1]
+        meta["routed_experts"] = base64.b64encode(of_tokens.astype("<i4").tobytes()).decode()
     text = text_of(completion, sampling, services, rollout.prompt_token_ids) or ""  # empty without a tokenizer
     return {"text": text, "output_ids": completion.token_ids, "meta_info": meta}
 

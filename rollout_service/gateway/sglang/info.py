@@ -44,6 +44,7 @@ async def server_info(services: Here, request: Request) -> dict[str, object]:
         "context_length": services.max_model_len,
         "disaggregation_mode": "null",
         "enable_memory_saver": False,
+        "enable_return_routed_experts": services.returns_experts,
         "internal_states": [_load(rank, replica) for rank, replica in enumerate(_serving_replicas(fleet))],
         "version": __version__,
     }
@@ -51,6 +52,7 @@ async def server_info(services: Here, request: Request) -> dict[str, object]:
 
 @router.get("/model_info")
 @router.get("/get_model_info")
+@router.get("/get_weight_version")
 async def model_info(services: Here) -> dict[str, object]:
     """Return the served model and the newest weight version."""
     return _model(services, await known_fleet(services))

@@ -15,6 +15,7 @@ from rollout_service.gateway.models import models
 from rollout_service.gateway.sglang.generate import SglangGenerate
 from rollout_service.gateway.sglang.generate import generate as sglang_generate
 from rollout_service.protocol.adapters import AdapterStatus, CommitAdapter, WantedAdapter
+from rollout_service.protocol.base import NEXT
 from rollout_service.protocol.generate import GenerateRequest
 from tests.unit.gateway.chats import HELLO
 from tests.unit.gateway.fakes import http_to
@@ -28,8 +29,9 @@ class Ingest:
         self.is_silent, self.asked = False, 0
 
     async def commit_adapter(self, name: str, commit: CommitAdapter) -> None:
-        assert isinstance(commit.version, int) and commit.wait == "all"
-        self.committed.append((name, commit.version))
+        assert commit.wait == "all"
+        newest = max((version for known, version in self.committed if known == name), default=0)
+        self.committed.append((name, newest + 1 if commit.version == NEXT else int(commit.version)))
 
     async def remove_adapter(self, name: str) -> None:
         self.committed = [each for each in self.committed if each[0] != name]
@@ -68,6 +70,17 @@ async def test_art_names_each_step_of_an_adapter(adapted, ingest, engine):
             assert reply.status_code == status, reply.text
             assert [version for name, version in ingest.committed if name == "art-model"] == left
     assert [call.adapter.exact_version for call in engine.calls] == [0, 1]
+
+
+async def test_skyrl_loads_each_step_under_one_name(adapted, ingest):
+    """SkyRL 0.4.0: ``RemoteInferenceClient.load_lora_adapter``, in memory or from a folder."""
+    async with http_to(replace(adapted, ingest=ingest)) as http:
+        for version in (4, 5):
+            body = {"lora_name": "a", "lora_path": "/shared/lora"}
+            assert (await http.post("/skyrl/v1/load_lora_adapter", json=body)).status_code == 200
+            assert ingest.committed[-1] == ("a", version)
+        refused = await http.post("/skyrl/v1/load_lora_adapter", json={"lora_name": "a", "in_memory": True})
+        assert refused.status_code == 422 and "in_memory is not a field here, or not implemented" in refused.text
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,13 @@ class TestAReaL:
         assert reply["choices"][0]["logprobs"]["tokens"] == ["token_id:37", "token_id:36"]
         assert not sampled(engine).skip_special_tokens
 
+    async def test_its_teacher_scores_a_prompt(self, http, engine):
+        """``VLLMBackend.build_score_request``, which reads the end of ``prompt_logprobs``."""
+        engine.prompt_logprobs = (None, (Candidate(37, -2.0, 3), Candidate(5, -0.25, 1)))
+        body = {"prompt": [36, 37], "max_tokens": 1, "temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1}
+        [choice] = (await answered(http, COMPLETIONS, {**body, "echo": True}))["choices"]
+        assert next(iter(choice["prompt_logprobs"][-1].values()))["logprob"] == -2.0
+
 
 class TestRLLM:
     """rllm-model-gateway 0.1.0, for completions."""
@@ -193,6 +200,27 @@ class TestRLLM:
         reply = await answered(http, COMPLETIONS, {**body, "extra_body": {"return_token_ids": True}})
         assert sampled(engine).max_tokens == 9
         assert reply["choices"][0]["token_ids"] and reply["choices"][0]["logprobs"]["token_logprobs"]
+
+    async def test_an_echoed_prompt_has_its_logprobs(self, services, http, engine):
+        """rLLM 9beb6e0's ``OpenAIEngine.compute_logprobs`` reads as many as the prompt has tokens."""
+        a, b, c = services.tokenizer.encode("abc")
+        engine.prompt_logprobs = (None, (Candidate(b, -2.0, 3), Candidate(c, -0.25, 1)))
+        engine.top_logprobs = ((Candidate(b, -0.5, 1),), (Candidate(a, -1.0, 1),))
+        body = {"model": "tiny", "prompt": [a, b], "max_tokens": 1, "echo": True, "logprobs": 1, **PLAIN}
+        reply = await answered(http, COMPLETIONS, body)
+        [choice] = reply["choices"]
+        assert (choice["text"], reply["usage"]["prompt_tokens"]) == ("abba", 2)
+        assert choice["logprobs"] == {
+            "tokens": ["a", "b", "b", "a"],
+            "token_logprobs": [None, -2.0, -0.5, -1.0],
+            "text_offset": [0, 1, 2, 3],
+            "top_logprobs": [None, {"b": -2.0, "c": -0.25}, {"b": -0.5}, {"a": -1.0}],
+        }
+        assert sampled(engine).prompt_logprobs == 1 and "prompt_logprobs" not in choice
+        plain = await answered(http, COMPLETIONS, {"prompt": "ab", "echo": True, "n": 2})
+        assert [(each["text"], each["logprobs"]) for each in plain["choices"]] == [("abba", None)] * 2
+        streamed = await http.post(COMPLETIONS, json={**body, "stream": True})
+        assert streamed.status_code == 422 and "echo has no place in a stream" in streamed.text
 
     async def test_what_an_extra_body_alone_says_is_refused(self, http):
         for extra in ({"top_k": 5}, {"model": "other"}, "top_k"):

@@ -43,7 +43,6 @@ class TestRequest:
         [
             ("stream", "often"),
             ("stream_options", {"include_usage": True}),
-            ("echo", True),
             ("best_of", 2),
             ("suffix", "x"),
             ("logit_bias", {"5": 101}),
@@ -136,7 +135,7 @@ class TestReply:
         reply = await completions(request(logprobs=0), services)
         assert reply["choices"][0]["logprobs"] == {
             "tokens": ["b", "a"],
-            "token_logprobs": (-0.5, -1.0),
+            "token_logprobs": [-0.5, -1.0],
             "text_offset": [0, 1],
             "top_logprobs": [{"b": -0.5}, {"a": -1.0}],
         }

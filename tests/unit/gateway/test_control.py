@@ -121,6 +121,24 @@ async def test_vllm_s_replies(services):
     ]
 
 
+async def test_sglang_s_memory_routes_sleep_and_wake(services):
+    """As AReaL 1.0.4, slime and miles call them, and parse the reply; SGLang has a third tag, for CUDA graphs."""
+    async with sleeping(services, ingest := Sleeper()) as http:
+        bodies = [("release", {}), ("resume", {}), ("resume", {"tags": ["weights"]}), ("resume", {"tags": None})]
+        bodies += [("resume", {"tags": ["kv_cache", "cuda_graph"]}), ("resume", {"tags": ["cuda_graph"]})]
+        bodies += [("release", {"tags": ["kv_cache", "weights", "cuda_graph"]})]
+        for verb, body in bodies:
+            reply = await http.post(f"/{verb}_memory_occupation", json=body)
+            assert (reply.status_code, reply.json()) == (200, None)
+        reply = await http.post("/release_memory_occupation", json={"tags": ["kv_cache"]})
+        assert reply.status_code == 400 and "free weights and kv_cache together" in reply.json()["message"]
+    asleep, awake = ("sleep", "abort", 600.0), ("wake up", ("weights", "kv_cache"), 600.0)
+    assert ingest.asked == [
+        *(asleep, awake, ("wake up", ("weights",), 600.0), awake),
+        *(("wake up", ("kv_cache",), 600.0), asleep),
+    ]
+
+
 @pytest.mark.parametrize(
     ("route", "says"),
     [

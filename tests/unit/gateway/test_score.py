@@ -68,6 +68,13 @@ async def test_what_cannot_be_scored_is_refused_by_name(http, scoring, options, 
     assert not scoring.calls
 
 
+@pytest.mark.parametrize("path", ["/infer/", "/get_sequence_logprobs/"])
+async def test_teachers_routes_of_other_servers_are_refused(http, path):
+    """ms-swift 4.6.0's ``VLLMInferClient`` and TRL's client before 1.11, which write the last slash."""
+    refused = await http.post(path, json={"infer_requests": [], "request_config": {}}, follow_redirects=True)
+    assert refused.status_code == 422 and "POST /v1/completions with prompt_logprobs" in refused.text
+
+
 async def test_more_than_json_holds_must_be_packed(services, scoring):
     wide = replace(services, max_logprobs=1 << 20)
     async with http_to(wide) as http:

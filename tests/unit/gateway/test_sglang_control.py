@@ -155,6 +155,10 @@ async def test_an_update_that_fails_says_so_in_sglang_s_form(http, ingest, path,
         ("/areal_init_weights_update_group", {}, "weight_update_mode: disk"),
         ("/areal_set_update_weight_meta", {}, "weight_update_mode: disk"),
         ("/areal_update_weights_xccl", {}, "weight_update_mode: disk"),
+        ("/areal_set_update_weight_meta_lora", {"lora_name": "a-v1"}, "/v1/load_lora_adapter for adapters"),
+        ("/areal_update_weights_lora_xccl", {"lora_name": "a-v1"}, "/v1/load_lora_adapter for adapters"),
+        ("/release_memory_occupation", {}, "engine.enable_sleep_mode"),
+        ("/resume_memory_occupation", {}, "engine.enable_sleep_mode"),
     ],
 )
 async def test_what_is_not_implemented_is_a_400_by_name(http, ingest, path, body, says):
@@ -182,7 +186,7 @@ async def test_slime_reads_what_kind_of_server_this_is(services):
         info = (await http.get("/server_info")).json()
         assert info == (await http.get("/get_server_info")).json()
         model = (await http.get("/model_info")).json()
-        assert model == (await http.get("/get_model_info")).json()
+        assert model == (await http.get("/get_model_info")).json() == (await http.get("/get_weight_version")).json()
     told = ("tp_size", "pp_size", "disaggregation_mode", "enable_memory_saver", "weight_version")
     assert [info[name] for name in told] == [2, 1, "null", False, "7"]
     assert (model["served_model_name"], model["is_generation"], model["weight_version"]) == ("tiny", True, "7")
@@ -191,13 +195,13 @@ async def test_slime_reads_what_kind_of_server_this_is(services):
 async def test_the_arguments_are_those_that_miles_expects(services):
     """miles 31f1ca9 waits for two routes, then ends if an argument is not its own (``sglang_utils/sglang_engine.py``).
 
-    Its ``_compute_server_args``, for an external engine of one GPU with its defaults.
+    Its ``_compute_server_args``, for an external engine of one GPU with its defaults, and with routing replay.
     """
     expected = {
         "enable_memory_saver": False, "host": "127.0.0.1", "port": 8000, "nnodes": 1, "node_rank": 0, "gpu_id_step": 1,
-        "base_gpu_id": 0, "tp_size": 1, "dp_size": 1, "pp_size": 1, "ep_size": 1,
+        "base_gpu_id": 0, "tp_size": 1, "dp_size": 1, "pp_size": 1, "ep_size": 1, "enable_return_routed_experts": True,
     }  # fmt: skip
-    async with http_to(services) as http:
+    async with http_to(replace(services, returns_experts=True)) as http:
         http.base_url = "http://127.0.0.1:8000"
         http.headers["Authorization"] = "Bearer None"
         for path in ("/health_generate", "/flush_cache"):

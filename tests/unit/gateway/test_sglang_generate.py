@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from rollout_service.gateway.dependencies import Services
+from rollout_service.protocol.rollout import Candidate
 from tests.unit.gateway.chats import ScriptedEngine, ids
-from tests.unit.gateway.fakes import http_to, with_engine
+from tests.unit.gateway.fakes import EchoEngine, http_to, with_engine
 
 SLIME = {
     "input_ids": [5, 6, 7],
@@ -166,6 +167,58 @@ async def test_how_a_completion_ended_is_told_and_trimmed(services, stop_reason,
     assert reply["text"] == text and reply["output_ids"] == list(ids)
 
 
+async def test_miles_request_is_answered(services, engine):
+    """miles 31f1ca9: ``miles/rollout/generate_utils/generate_endpoint_utils.py`` and ``sglang_rollout.py``."""
+    sampling = {**SLIME["sampling_params"]}
+    del sampling["sampling_seed"]
+    asked = {"return_routed_experts": False, "return_indexer_topk": False, "extra_key": "run-a:v3", "rid": "run-a-1"}
+    reply = (await post(services, {**SLIME, "sampling_params": sampling, **asked}, engine)).json()
+    assert reply["meta_info"]["id"] == "run-a-1" and "routed_experts" not in reply["meta_info"]
+    assert engine.calls[0].cache_salt == "run-a:v3"
+
+
+class TestTeachers:
+    """Prompts' logprobs, as slime 624b824, miles and AReaL 1.0.4 ask their teachers for them.
+
+    ``slime/rollout/on_policy_distillation.py``, ``miles/rollout/generate_utils/prefill_logprobs.py`` and AReaL's
+    ``engine/sglang_remote.py``.
+    """
+
+    ROWS = (None, (Candidate(6, -2.0, 3),), (Candidate(7, -0.25, 1),))
+
+    @pytest.fixture
+    def teacher(self, engine: EchoEngine) -> EchoEngine:
+        engine.prompt_logprobs = self.ROWS
+        return engine
+
+    @pytest.mark.parametrize("start", [0, 1])
+    async def test_a_prompt_alone_is_scored(self, services, teacher, start):
+        sampling = {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False}
+        body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True}
+        reply = (await post(services, {**body, "logprob_start_len": start})).json()
+        meta = reply["meta_info"]
+        assert meta["input_token_logprobs"] == [[None, 5, None], [-2.0, 6, None], [-0.25, 7, None]][start:]
+        assert (reply["text"], reply["output_ids"], meta["output_token_logprobs"]) == ("", [], [])
+        assert meta["finish_reason"] == {"type": "length", "length": 0} and meta["completion_tokens"] == 0
+        assert meta["weight_version"] == "7" and meta["weight_versions"] == []
+        [call] = teacher.calls
+        assert (call.sampling.max_tokens, call.sampling.prompt_logprobs) == (1, 0)
+
+    async def test_a_completion_comes_with_its_prompts_logprobs(self, services, teacher):
+        """AReaL asks for one token, and miles for several prompts at once."""
+        body = {"input_ids": [[5, 6, 7]] * 2, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        asked = {"return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": 0, "stream": False}
+        for reply in (await post(services, {**body, **asked})).json():
+            assert [row[0] for row in reply["meta_info"]["input_token_logprobs"]] == [-2.0, -0.25]
+            assert reply["output_ids"] == [7, 6, 5] and len(reply["meta_info"]["output_token_logprobs"]) == 3
+
+    @pytest.mark.parametrize("asked", [{}, {"return_logprob": True}, {"logprob_start_len": 0}])
+    async def test_nothing_is_scored_unless_asked(self, services, teacher, asked):
+        reply = await post(services, {"input_ids": [5, 6, 7], "logprob_start_len": -1, **asked})
+        assert "input_token_logprobs" not in reply.json()["meta_info"]
+        assert teacher.calls[0].sampling.prompt_logprobs is None
+
+
 @pytest.mark.parametrize(("cut_after", "version"), [(4, "4"), (0, None)])
 async def test_an_aborted_completion_comes_back_as_it_is(services, cut_after, version):
     engine = ScriptedEngine(cut_after=cut_after)
@@ -184,9 +237,10 @@ async def test_an_aborted_completion_comes_back_as_it_is(services, cut_after, ve
         ({"input_ids": []}, "the prompt is empty"),
         ({"input_ids": [[5]] * 4097}, "4097 prompts with n=1"),
         ({"stream": True}, "stream"),
-        ({"logprob_start_len": 0}, "logprob_start_len"),
+        ({"return_logprob": True, "logprob_start_len": 1}, "logprob_start_len=1 is not a token of a prompt that has 1"),
         ({"top_logprobs_num": 2}, "top_logprobs_num"),
         ({"return_routed_experts": True}, "return_routed_experts"),
+        ({"return_indexer_topk": True}, "return_indexer_topk"),
         ({"lora_path": ["a"]}, "lora_path"),
         ({"image_data": "a"}, "image_data"),
         ({"image_data": ["a"]}, "image_data"),
@@ -194,7 +248,7 @@ async def test_an_aborted_completion_comes_back_as_it_is(services, cut_after, ve
         ({"sampling_params": {"regex": "a"}}, "sampling_params.regex is not a field here, or not implemented"),
         ({"sampling_params": {"temperature": 3.0}}, "temperature Input should be less than or equal to 2"),
         ({"sampling_params": {"sampling_seed": 2**64}}, "sampling_seed Input should be less than"),
-        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens=0 returns only logprobs of the prompt"),
         ({"sampling_params": [{"n": 1}]}, "sampling_params"),
         ({"input_ids": [10**6]}, "token id 1000000 at position 0 is outside the vocabulary"),
         ({"input_ids": [5] * 64}, "leave no room for a completion in this model's maximum context length"),

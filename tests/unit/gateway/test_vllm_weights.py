@@ -117,6 +117,7 @@ async def test_the_four_phases_of_an_update(http, ingest, start, finish, label):
         ("reset_prefix_cache", {"reset_external": True}, "reset_external is not implemented"),
         ("reset_prefix_cache?reset_external=true", None, "reset_external is not implemented"),
         ("weight_checker", {"action": "reset"}, "reset is not implemented"),
+        ("init_communicator", {"host": "0.0.0.0", "port": 51216, "world_size": 2}, "use TRL 1.11 or newer"),
         ("weight_checker", {"action": "compare"}, "compare needs a baseline"),
     ],
 )
