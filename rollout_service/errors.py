@@ -194,7 +194,7 @@ class NotReady(RolloutServiceError):
 
 
 class ControlTimeout(NotReady):
-    """Not every replica has obeyed a pause, resume, sleep or wake-up in time; they go on trying."""
+    """Not every replica has obeyed a pause, resume, sleep or wake-up in time."""
 
     retry_after_s = None  # clients would repeat the call, which may undo a later one
 

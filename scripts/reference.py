@@ -148,14 +148,15 @@ def routes() -> str:
 
 
 def route_rows(group: Iterable[Any]) -> list[Row]:
-    """Return a row for each operation. Routes that do the same share a row."""
+    """Return a row for each operation but those that only refuse. Routes that do the same share a row."""
     paths: dict[str, dict[str, Any]] = FastAPI(routes=[*group]).openapi()["paths"]
     names: dict[Row, list[str]] = {}
     for route in group:
         for method in sorted(route.methods):
             operation = paths[route.path_format][method.lower()]
             described = _inputs(route, operation), first_sentence(operation.get("description"))
-            names.setdefault(described, []).append(f"`{method} {route.path_format}`")
+            if not described[1].startswith("Refuse "):
+                names.setdefault(described, []).append(f"`{method} {route.path_format}`")
     return [("<br>".join(routes), *described) for described, routes in names.items()]
 
 

@@ -56,7 +56,7 @@ CELLS: dict[str, Callable[[Summary], str]] = {
     "mean reward": lambda row: _plus_minus(row["reward"]),
     "accuracy: trainer": lambda row: _plus_minus(row["trainer_accuracy"]),
     "accuracy: service": lambda row: _plus_minus(row["service_accuracy"]),
-    "k3": lambda row: f"{row['k3']['mean']:.2g} ± {row['k3']['sd']:.1g}",
+    "k3": lambda row: f"{row['k3']['mean']:.2g}" + (f" ± {row['k3']['sd']:.1g}" if row["k3"]["sd"] else ""),
     "probability error": lambda row: f"{row['probability_error']['mean']:.1e}",
     "ESS": lambda row: f"{row['ess']['mean']:.4f}",
     "clipped": lambda row: f"{row['clipped']['mean']:.3%}",
@@ -168,7 +168,7 @@ def mean_curve(runs: Iterable[Run], curve: str) -> list[float]:
 
 
 def markdown(runs: Sequence[Run], titles: dict[str, str]) -> str:
-    """Two tables: all arms over the steps that all runs have, and their differences."""
+    """All arms over the steps that all runs have, and, of several seeds, their differences."""
     rows = [[titles[arm], *(cell(row) for cell in CELLS.values())] for arm, row in summarize(runs).items()]
     final, *others = CELLS
     tables = markdown_table(["rollouts", f"{final} of {common_steps(runs)} steps", *others], rows)
@@ -178,7 +178,7 @@ def markdown(runs: Sequence[Run], titles: dict[str, str]) -> str:
         values = [", ".join(f"{value:+.3f}" for value in each) for each in by_column.values()]
         rows.append([f"{titles[one]} − {titles[other]}", *values])
     heading = ("difference, per seed", "final reward", "mean reward", "accuracy: trainer", "service")
-    if rows:
+    if len({run.seed for run in runs}) > 1:
         tables += f"\n{markdown_table(heading, rows)}"
     return tables
 

@@ -102,7 +102,7 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     """True to stream the completions as server-sent events, see ``CompletionReply``."""
     stream_options: StreamOptions | None = None
     echo: bool | None = False
-    """True to put the prompt before each completion, in the text and the logprobs; not in a stream."""
+    """True to put the prompt and its logprobs before each completion; not in a stream."""
     best_of: Literal[1] | None = None
     use_beam_search: Literal[False] | None = False
 
