@@ -4,7 +4,7 @@ import logging
 import random
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,23 +111,27 @@ def local_ray(*, verbose: bool = False) -> Iterator[str]:
 
 
 @contextmanager
-def deploy(config: ServiceConfig, options: Document) -> Iterator[None]:
+def deploy(
+    config: ServiceConfig, options: Document, starting: AbstractContextManager[object] | None = None
+) -> Iterator[None]:
     """Run Serve, with the service as its application, in this process's Ray cluster until the block ends.
 
-    ``options``: see ``start_options``. The block begins once the service answers. Raises ServiceNotStarted, with the
-    reason, once Serve has given up.
+    ``options``: see ``start_options``. ``starting``: entered for the time of the start alone. The block begins once the
+    service answers. Raises ServiceNotStarted, with the reason, once Serve has given up.
     """
     controller = None
     try:
-        serve.start(**options)
-        controller = serve_controller()
-        try:
+        with starting or nullcontext():
+            serve.start(**options)
+            controller = serve_controller()
             _run(config, options)
-            yield
-        finally:  # also of an application that still starts: Serve gives its engine scaling.drain_timeout_s
-            _delete()
+        yield
     finally:
-        shut_down_serve(controller)
+        try:
+            if controller is not None:  # also if the application still starts: Serve gives its engine drain_timeout_s
+                _delete()
+        finally:
+            shut_down_serve(controller)
 
 
 def _run(config: ServiceConfig, options: Document) -> None:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import NoReturn
@@ -231,9 +231,8 @@ def run(document: Document, *, gpus: int = 0, named: bool = False) -> NoReturn:
                 f"Ray Serve runs on this machine already, with {', '.join(running)}: end it (serve shutdown), or put "
                 "what rollout-service serve --print-config prints into its Serve config"
             )
-        with ExitStack() as service:
-            with progress_lines(lambda: look_at_start(plan.url, APPLICATION), complain):
-                service.enter_context(deploy(plan.config, start_options(document)))
+        progress = progress_lines(lambda: look_at_start(plan.url, APPLICATION), complain)
+        with deploy(plan.config, start_options(document), progress):
             typer.echo(how_to_call(plan, context.dashboard_url))
             status = 0
             threading.Event().wait()

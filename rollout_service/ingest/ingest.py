@@ -264,17 +264,21 @@ class Ingest:
         plan = await self.begin_folder(folder, number, label, pulled=folder != path)
         return await self.commit(plan.version, request.model_copy(update={"upload_digest": plan.upload_digest}))
 
-    async def begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool) -> UploadPlan:
+    async def begin_folder(
+        self, path: Path, number: int | None, label: str | None, *, pulled: bool, once: bool = False
+    ) -> UploadPlan:
         """Stage the contents of a folder; see ``Uploads.begin_folder``."""
-        return await self._shielded.run(self._begin_folder(path, number, label, pulled=pulled))
+        return await self._shielded.run(self._begin_folder(path, number, label, pulled=pulled, once=once))
 
-    async def _begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool) -> UploadPlan:
+    async def _begin_folder(
+        self, path: Path, number: int | None, label: str | None, *, pulled: bool, once: bool
+    ) -> UploadPlan:
         await self.pulls.settled()  # it may be a delta of the version that is being kept
         async with self._writing:
             self._fleet.require_followed()
             kv_scales = await asyncio.to_thread(kv_scales_of, path) if pulled else None
             self._kv_scales.check(kv_scales)
-            return await self._uploads.begin_folder(path, number, label, pulled=pulled, kv_scales=kv_scales)
+            return await self._uploads.begin_folder(path, number, label, pulled=pulled, once=once, kv_scales=kv_scales)
 
     @exclusive
     async def verify(self, version: int) -> None:

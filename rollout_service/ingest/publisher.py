@@ -6,6 +6,7 @@ versions have the same digests. Most hold the changes to the version that was pu
 
 import asyncio
 import json
+import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -129,9 +130,10 @@ class Publisher(RepeatedTask):
             if changes:
                 files.pipe_file(f"{folder}/model-00001-of-00001.safetensors", _as_file(changes))
         index = json.dumps({"metadata": metadata, "weight_map": listed}).encode()
-        # readers look for the index, and must not find a part of it
-        files.pipe_file(f"{folder}/index.tmp", index)
-        files.mv(f"{folder}/index.tmp", f"{folder}/{INDEX_FILE}")
+        # Readers look for the index, and must not find a part of it. A process that is ending may still write its own.
+        unfinished = f"{folder}/{uuid.uuid4().hex}.tmp"
+        files.pipe_file(unfinished, index)
+        files.mv(unfinished, f"{folder}/{INDEX_FILE}")
         return changes is None
 
     def _remove_old(self, files: Any, path: str) -> None:

@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 class Versions(Protocol):
     """The methods of the ingest that a pull uses; see ``ingest/ingest.py``."""
 
-    async def begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool) -> UploadPlan: ...
+    async def begin_folder(
+        self, path: Path, number: int | None, label: str | None, *, pulled: bool, once: bool
+    ) -> UploadPlan: ...
     async def verify(self, version: int) -> None: ...
     async def commit(self, version: int, request: CommitUpload) -> WeightStatus: ...
     async def status(self, version: int) -> WeightStatus: ...
@@ -43,10 +45,14 @@ class Pulls:
         Repeating the call has no effect. Raises InvalidDelta for a delta that cannot be applied, and the errors of
         ``Ingest.push_folder``.
         """
+        return await self._pull_weights(request, once=False)
+
+    async def _pull_weights(self, request: PullWeights, *, once: bool) -> WeightStatus:
+        """Do the same. ``once``: see ``Uploads.begin_folder``."""
         await self.settled()
         try:
             folder = await asyncio.to_thread(self.weights.published, request.store, request.target_version)
-            status = await self._pull(folder, request)
+            status = await self._pull(folder, request, once=once)
         except InvalidRequest:
             await asyncio.to_thread(self.weights.forget, request.store)
             raise
@@ -56,9 +62,9 @@ class Pulls:
             await self.settled()  # the push that serves the version would wait for it, with rollouts paused
         return status
 
-    async def _pull(self, folder: Path, request: PullWeights) -> WeightStatus:
+    async def _pull(self, folder: Path, request: PullWeights, *, once: bool) -> WeightStatus:
         label = folder.name if is_label(folder.name) else None
-        plan = await self._ingest.begin_folder(folder, request.target_version, label, pulled=True)
+        plan = await self._ingest.begin_folder(folder, request.target_version, label, pulled=True, once=once)
         if request.local_checkpoint_dir is None:
             how = CommitUpload(
                 mode=request.mode, wait=request.wait, timeout_s=request.timeout_s, upload_digest=plan.upload_digest
@@ -77,7 +83,9 @@ class Pulls:
             newest = await asyncio.to_thread(self.weights.newest, store)
             if newest is not None and newest != served:
                 folder, uri = (None, store) if is_url(store) else (store, None)
-                await self.pull_weights(PullWeights(source_dir=folder, uri=uri, target_version=newest, wait="none"))
+                request = PullWeights(source_dir=folder, uri=uri, target_version=newest, wait="none")
+                # once: after a restart, a local rollback from that version stays
+                await self._pull_weights(request, once=True)
                 served = newest
             await asyncio.sleep(poll_s)
 

@@ -406,8 +406,10 @@ class TrainerWeights:
             )
 
     def close(self) -> None:
-        """Let another process use the folder."""
-        self._owner.release()
+        """Let another process use the folder. If a thread still writes into it, only the end of this process does."""
+        if self._lock.acquire(blocking=False):
+            self._owner.release()
+            self._lock.release()
 
     def _generations(self) -> list[Path]:
         return sorted(self._root.glob("[0-9]*"))

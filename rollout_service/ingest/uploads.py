@@ -213,6 +213,7 @@ class Uploads:
         label: str | None = None,
         *,
         pulled: bool = False,
+        once: bool = False,
         kv_scales: dict[str, float] | None = None,
     ) -> UploadPlan:
         """Stage a folder's contents as the next version, unless they are already staged or the newest version.
@@ -222,7 +223,8 @@ class Uploads:
 
         ``number``: the trainer's number, used if it is free and above the newest version's; otherwise, the version gets
         the next free number. ``label``: an additional name. ``pulled``: ``path`` is one of
-        ``TrainerWeights.published``, and is kept for later deltas. ``kv_scales``: those of the version.
+        ``TrainerWeights.published``, and is kept for later deltas. ``once``: also compare the older kept versions.
+        ``kv_scales``: those of the version.
 
         Return its plan. Raises Forbidden, NotFound, InvalidRequest, InvalidManifest or VersionConflict.
         """
@@ -237,9 +239,10 @@ class Uploads:
                 await asyncio.to_thread(self._model.check_table, source.table, self._plan)
                 await self.discard(version)
         newest = self.numbers.newest
-        known = await self.committed_if_readable(newest)
-        if known is not None and known.begin.source == same and known.source_stamp == source.stamp:
-            return self._plan_of(known)
+        for version in reversed(self._log.versions()) if once else (newest,):
+            known = await self.committed_if_readable(version)
+            if known is not None and known.begin.source == same and known.source_stamp == source.stamp:
+                return self._plan_of(known)
         other = None if number is None else self._staged.get(number)
         if number is None or number <= newest or (other is not None and other.failure is None):
             number = self._next_number()

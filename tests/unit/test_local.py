@@ -1,11 +1,14 @@
 """Services of this machine: their ports, and a start that fails."""
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from rollout_service import local
+from rollout_service.config import ServiceConfig
 
 
 def test_a_free_port_can_be_bound_and_is_not_ephemeral():
@@ -37,6 +40,30 @@ def test_a_ray_that_does_not_start_in_time_is_a_clear_error_and_others_stay_what
     error = ValueError("num_gpus")
     with pytest.raises(ValueError, match="num_gpus"):
         local.start_ray()
+
+
+def test_ctrl_c_in_a_start_ends_its_progress_first(monkeypatch):
+    done = []
+
+    @contextmanager
+    def starting() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            done.append("progress")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local.serve, "start", lambda **_: None)
+    monkeypatch.setattr(local, "serve_controller", lambda: "the controller")
+    monkeypatch.setattr(local, "_run", interrupt)
+    monkeypatch.setattr(local, "_delete", lambda: done.append("application"))
+    monkeypatch.setattr(local, "shut_down_serve", done.append)
+    config = ServiceConfig.model_validate({"model": {"path": "model"}})
+    with pytest.raises(KeyboardInterrupt), local.deploy(config, {}, starting()):
+        pass
+    assert done == ["progress", "application", "the controller"]
 
 
 @pytest.mark.parametrize("given", ["", "none of it"])

@@ -1,11 +1,11 @@
-"""A proxy that has just started holds requests until it has its routes."""
+"""A proxy that has just started holds requests until it has its routes; without an application, it answers 503."""
 
 import asyncio
 import subprocess
 import sys
 
 import httpx
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from rollout_service.serve_callbacks import HoldUntilReady
@@ -16,12 +16,18 @@ class Proxy:
 
     def __init__(self) -> None:
         self.has_routes, self.bodies, self.looks = False, list[bytes](), 0
+        self.routes = {"/": "rollout"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 200 if self.has_routes else 404
         if scope["path"] == "/-/healthz":
             self.looks += 1
             status = 200 if self.has_routes else 503
+        elif scope["path"] == "/-/routes":
+            await JSONResponse(self.routes)(scope, receive, send)
+            return
+        elif scope["path"] == "/missing" or not self.routes:
+            status = 404
         elif self.has_routes:
             self.bodies.append((await receive())["body"])
         await PlainTextResponse(str(status), status)(scope, receive, send)
@@ -53,3 +59,18 @@ async def test_requests_wait_for_routes_and_are_then_answered_whole():
         looks = proxy.looks
         assert (await http.post("/v1/completions", content=b"another")).status_code == 200
         assert proxy.looks == looks
+
+
+async def test_a_proxy_without_an_application_answers_503():
+    proxy = Proxy()
+    proxy.has_routes = True
+    transport = httpx.ASGITransport(HoldUntilReady(proxy))
+    async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as http:
+        assert (await http.get("/missing")).text == "404"
+        proxy.routes = {}
+        answer = await http.post("/v1/completions", content=b"a prompt")
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "2")
+        assert answer.json()["error"]["type"] == "NotReady"
+        assert "the service is ending, or not deployed yet" in answer.json()["error"]["message"]
+        proxy.routes = {"/": "rollout"}
+        assert (await http.post("/v1/completions", content=b"a prompt")).status_code == 200

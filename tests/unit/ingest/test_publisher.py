@@ -2,12 +2,14 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from rollout_service.errors import NotReady
 from rollout_service.ingest import publisher
@@ -129,6 +131,38 @@ async def test_a_restart_writes_nothing_again_and_a_whole_version_next(model, st
             await require_same(leader, follower)
     assert published(store) == {1: True, 2: True}
     assert not list(store.rglob("*.tmp"))
+
+
+async def test_an_earlier_process_still_writes_the_same_version(model, store, weights, monkeypatch):
+    half_written, go_on = threading.Event(), threading.Event()
+    pipe_file = LocalFileSystem.pipe_file
+
+    def slow(files: LocalFileSystem, path: str, value: bytes) -> None:
+        if threading.current_thread() is not writing or not path.endswith(".tmp"):
+            return pipe_file(files, path, value)
+        with open(path, "wb", buffering=0) as file:
+            file.write(value[:100])
+            half_written.set()
+            go_on.wait()
+            file.write(value[100:])
+
+    async with running(model, store.parent / "log") as leader:
+        earlier, later = (publisher.Publisher(leader._log, str(store), 1.0) for _ in range(2))
+        await Trainer(leader).push(1, stepped(weights, 1))
+        earlier.publish()
+        await Trainer(leader).push(2, stepped(weights, 2))
+        writing = threading.Thread(target=earlier.publish)
+        monkeypatch.setattr(LocalFileSystem, "pipe_file", slow)
+        writing.start()
+        await asyncio.to_thread(half_written.wait)
+        later.publish()
+        for is_whole in (True, False):  # before and after the earlier process has written its index
+            assert published(store) == {1: True, 2: is_whole}
+            async with running(model, store.parent / "follower", watch=str(store), source_roots=[store]) as follower:
+                await require_same(leader, follower)
+            shutil.rmtree(store.parent / "follower")
+            go_on.set()
+            await asyncio.to_thread(writing.join)
 
 
 async def test_a_damaged_base_makes_the_next_version_whole(model, store, weights):

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -35,7 +36,7 @@ from rollout_service.ingest.sources.folder import Header
 from rollout_service.ingest.trainer_weights import TrainerWeights
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.ignored import NOTHING_IGNORED
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, PullWeights
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, PullWeights, RollBack
 from rollout_service.protocol.weights import WeightStatus
 from tests.support.checkpoints import save_checkpoint
 from tests.support.delta_writer import CHECKSUMS, publish, raw, stepped
@@ -502,6 +503,33 @@ async def test_two_services_do_not_use_one_trainer_root(ingest, model, config, t
         await require(other, 1, steps[1], model)
 
 
+async def test_a_read_that_outlasts_its_ingest_keeps_the_folder(config, store, url, steps, monkeypatch):
+    save_checkpoint(store / "weight_v000001", steps[1])
+    reading, go_on = Event(), Event()
+    read_all = stores._read_all
+
+    def slow(*args: Any) -> None:
+        if not reading.is_set():
+            reading.set()
+            go_on.wait()
+        read_all(*args)
+
+    monkeypatch.setattr(stores, "_read_all", slow)
+    remote = config.model_copy(update={"weights": config.weights.model_copy(update={"source_urls": (url,)})})
+    async with started(remote) as one:
+        pulling = asyncio.create_task(pull_url(one, url, 1))
+        await asyncio.to_thread(reading.wait)
+        await one.stop()
+        try:
+            async with started(remote) as other:
+                with pytest.raises(LogLocked, match="trainer is being written by"):
+                    await pull_url(other, url, 1)
+        finally:
+            go_on.set()
+        with pytest.raises(NotReady, match="this process is ending"):
+            await pulling
+
+
 async def test_kept_weights_that_cannot_be_read_just_now_are_not_lost(
     ingest, config, tmp_path, store, steps, model, monkeypatch
 ):
@@ -575,6 +603,42 @@ async def test_a_watched_store_is_followed(config, store, steps, model, how, url
         publish(store, 4, steps[3], steps[4])
         await served(follower, 4)
         await require(follower, 4, steps[4], model)
+
+
+async def looked_twice(follower: Ingest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the follower; return when it has looked for the second time, and so has served what it found first."""
+    newest, looks = follower.pulls.weights.newest, Counter[str]()
+
+    def count(store: str) -> int | None:
+        looks[store] += 1
+        return newest(store)
+
+    monkeypatch.setattr(follower.pulls.weights, "newest", count)
+    await follower.start()
+    while looks.total() < 2:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["a folder", "a URL"])
+async def test_a_restart_keeps_a_follower_s_rollback(config, store, steps, model, how, url, monkeypatch):
+    watch = str(store) if how == "a folder" else url
+    weights = config.weights.model_copy(update={"watch": watch, "source_urls": (url,), "poll_s": 0.02})
+    following = config.model_copy(update={"weights": weights})
+    publish(store, 1, steps[0], steps[1])
+    async with started(following) as follower:
+        await served(follower, 1)
+        publish(store, 2, steps[1], steps[2])
+        await served(follower, 2)
+        assert (await follower.roll_back(RollBack(to=1))).version == 3
+    follower = Ingest(following)
+    try:
+        await looked_twice(follower, monkeypatch)
+        assert (await follower.fleet()).latest_version == 3
+        publish(store, 3, steps[2], steps[3])
+        await served(follower, 4)
+        await require(follower, 4, steps[3], model)
+    finally:
+        await follower.stop()
 
 
 @pytest.fixture
