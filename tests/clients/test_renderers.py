@@ -24,10 +24,12 @@ async def test_packed_logprobs_are_the_native_ones(renderers, client, push):
     made = await renderers.call("renderers.generate", HELLO, temperature=0.0, max_tokens=8, logprobs=TOP_K)
     prompt, tokens = made["prompt_ids"], made["completion_ids"]
     await assert_as_native(client, prompt, tokens, made["completion_logprobs"], version=version)
-    tops = zip(made["completion_top_ids"], made["completion_top_logprobs"], strict=True)
+    tops = [*zip(made["completion_top_ids"], made["completion_top_logprobs"], strict=True)]
     for token, (ids, logprobs) in zip(tokens, tops, strict=True):
-        assert token == ids[0] and len(ids) == len(logprobs) == TOP_K  # greedy
+        assert token == ids[0] and len(ids) == len(logprobs)  # greedy
         assert logprobs == sorted(logprobs, reverse=True)
+    # renderers leave out a last one that another token ties with
+    assert max(len(ids) for ids, _ in tops) == TOP_K
     assert {span["version"] for span in made["weight_versions"]} == {str(version)}
 
 

@@ -43,8 +43,9 @@ async def test_the_fleet_table_lists_replicas_and_their_update_times(client, tel
         assert replica.update is not None and replica.update.closed_s >= replica.update.load_s > 0
 
 
-async def test_a_sleeping_fleet_takes_pushes_and_wakes_to_the_newest(service, client, telltale):
-    await client.sleep()
+async def test_a_sleeping_fleet_takes_pushes_and_wakes_to_the_newest(service, client, http, telltale):
+    reply = await http.post("/release_memory_occupation")  # SGLang's route for /sleep
+    assert (reply.status_code, reply.json()) == (200, None)
     assert await client.is_sleeping() and await client.health()
     fleet = await client.fleet()
     assert fleet.asleep and {(r.state, r.version) for r in fleet.replicas} == {("asleep", None)}
@@ -55,7 +56,9 @@ async def test_a_sleeping_fleet_takes_pushes_and_wakes_to_the_newest(service, cl
     with pytest.raises(Asleep, match="POST /wake_up"):
         await client.resume()
     assert not rollout.done()
-    await client.wake_up()
+    await http.post("/resume_memory_occupation", json={"tags": ["cuda_graph"]})
+    assert await client.is_sleeping()
+    await http.post("/resume_memory_occupation", json={})
     assert not await client.is_sleeping() and not await client.is_paused()
     assert {(r.state, r.version) for r in (await client.fleet()).replicas} == {("ready", telltale + 2)}
     again = await client.generate([5, 6], max_tokens=4, temperature=0.0)
