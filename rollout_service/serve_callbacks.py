@@ -10,12 +10,12 @@ import json
 import time
 
 from starlette.middleware import Middleware
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_service.errors import NotReady
 from rollout_service.runtime.connections import SERVED_FILES, raise_open_files
 from rollout_service.runtime.drain import end_on_sigterm
+from rollout_service.web.errors import error_response
 
 HEALTH_PATH = "/-/healthz"
 """The health check of Serve's proxies; 200 once they have routes."""
@@ -65,8 +65,7 @@ class HoldUntilReady:
         await self._app(scope, receive, send_unless_refused)
         if is_refused:
             what = f"{scope['method']} {scope['path']}: the service is ending, or not deployed yet; send it again"
-            wait = {"Retry-After": f"{NotReady.retry_after_s:g}"}
-            await JSONResponse(NotReady(what).to_wire(), NotReady.http_status, wait)(scope, receive, send)
+            await error_response(NotReady(what))(scope, receive, send)
 
     async def _wait(self, scope: Scope) -> None:
         deadline = time.monotonic() + MAX_HOLD_S

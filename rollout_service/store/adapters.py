@@ -64,6 +64,7 @@ class AdapterStore:
 
     def set(self, versions: Iterable[AdapterVersion]) -> None:
         """Replace the list of committed versions. Raises OSError."""
+        # an earlier release refuses fields that it does not know
         replace_synced(self._index, _Index(versions=tuple(versions)).model_dump_json(exclude_defaults=True))
 
     def folder(self, adapter: AdapterVersion) -> Path:

@@ -37,9 +37,9 @@ OF_A_TRAINER = {"client/verl": {"omegaconf", "ray", "verl"}, "client": {"peft"}}
 WITH_TORCH_FOR_CUDA = {"cuda"}
 """What ``torch`` brings where it uses CUDA, and nobody installs elsewhere."""
 LAYERS = (
-    *("errors", "protocol", "compat", "gpu", "tracing", "runtime", "serve_callbacks"),
+    *("errors", "protocol", "compat", "gpu", "tracing", "runtime"),
     *("config", "quant", "model", "store", "metrics", "fleet", "kv_scales", "engine"),
-    *("correction", "web", "ingest", "monitor", "sessions", "client", "gateway"),
+    *("correction", "web", "serve_callbacks", "ingest", "monitor", "sessions", "client", "gateway"),
     *("app", "local", "cli"),
 )
 """The package's parts, lowest first: each imports only those before it."""

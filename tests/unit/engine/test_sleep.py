@@ -100,7 +100,8 @@ async def test_an_engine_that_sleeps_reports_no_version_that_it_could_not_read(w
     await ingest.reported(lambda s: engine.calls == ["pause abort"])
     engine.reading.open()
     await ingest.reported(lambda s: s.obeyed == "sleep" and s.error is not None)
-    await ingest.reported(lambda s: s.obeyed == "sleep" and s.error is None)
+    status = await ingest.reported(lambda s: s.obeyed == "sleep" and s.error is None)
+    assert (status.state, status.version) == ("asleep", None)
 
 
 async def test_sleep_takes_over_from_a_version_that_waits(weight_sync, log, engine, ingest):
